@@ -103,10 +103,10 @@ def read_lora(folder: Path, base: LoraBase) -> Lora:
     """Read a folder that peft saved. Raises InvalidLora, which says what to do."""
     try:
         config = read_object(folder / LORA_CONFIG)
-        rank, alpha = int(config["r"]), float(config["lora_alpha"])
-    except (CheckpointNotFound, OSError, ValueError, KeyError, TypeError) as error:
-        raise InvalidLora(f"{folder / LORA_CONFIG} is no config of a LoRA with r and lora_alpha: {error}") from error
+    except (CheckpointNotFound, OSError) as error:
+        raise InvalidLora(f"{folder / LORA_CONFIG} is no config of a LoRA: {error}") from error
     _check_config(folder, config)
+    patterns, targets = _Patterns(folder, config), _Targets(folder, config)
     if not (folder / LORA_WEIGHTS).is_file():
         raise InvalidLora(f"{folder} has no {LORA_WEIGHTS}. Save the adapter again with peft, as safetensors.")
     try:
@@ -115,7 +115,6 @@ def read_lora(folder: Path, base: LoraBase) -> Lora:
             tensors: dict[str, Tensor] = {name: found.get_tensor(name) for name in found.keys()}  # noqa: SIM118
     except (OSError, SafetensorError) as error:
         raise InvalidLora(f"{folder / LORA_WEIGHTS} cannot be read: {error}") from error
-    patterns = _Patterns(config, rank, alpha)
     pairs: dict[str, tuple[Tensor, Tensor]] = {}
     for name in sorted(tensors):
         if name.endswith(_B) and name.removesuffix(_B) + _A in tensors:
@@ -127,7 +126,15 @@ def read_lora(folder: Path, base: LoraBase) -> Lora:
         b_name = name.removesuffix(_A) + _B
         if b_name not in tensors:
             raise InvalidLora(f"{folder} has {name} and lacks {b_name}. Save the adapter again.")
-        pairs[base.path_of(path, folder)] = _pair(folder, path, tensors[name], tensors[b_name], patterns, base)
+        linear = base.path_of(path, folder)
+        if linear in pairs:
+            raise InvalidLora(f"{folder} has two pairs for {linear}, by different names. Save the adapter again.")
+        if not (targets.include(path) or targets.include(linear)):
+            raise InvalidLora(
+                f"{folder} has a pair for {path}, which its {LORA_CONFIG} leaves out ({targets.fields}): peft would "
+                "ignore it. Fetch both files again, or save the adapter again."
+            )
+        pairs[linear] = _pair(folder, path, tensors[name], tensors[b_name], patterns, base)
     if not pairs:
         raise InvalidLora(f"{folder / LORA_WEIGHTS} is empty. Save the adapter again.")
     return Lora(digest, pairs)
@@ -143,6 +150,7 @@ def describe_lora(folder: Path, hidden_size: int) -> str:
     try:
         config = read_object(folder / LORA_CONFIG)
         _check_config(folder, config)
+        _Patterns(folder, config)
         with safe_open(folder / LORA_WEIGHTS, framework="pt") as found:
             shapes = {name: found.get_slice(name).get_shape() for name in found.keys()}  # noqa: SIM118
     except (CheckpointNotFound, OSError, SafetensorError) as error:
@@ -151,8 +159,8 @@ def describe_lora(folder: Path, hidden_size: int) -> str:
     if others := [name for name in names if not name.endswith((_A, _B))]:
         raise InvalidLora(f"{folder} has {min(others)}, which is not served. {how_to_merge(folder)}")
     for path in (name.removesuffix(_A) for name in names if name.endswith(_A)):
-        inputs, outputs = shapes[path + _A][-1], shapes.get(path + _B, [hidden_size])[0]
-        if _HIDDEN_SIDED.search(path) and hidden_size not in (inputs, outputs):
+        inputs, outputs = shapes[path + _A][-1:], shapes.get(path + _B, [hidden_size])[:1]
+        if _HIDDEN_SIDED.search(path) and hidden_size not in (*inputs, *outputs):
             raise InvalidLora(
                 f"{folder} changes {path.removeprefix(_PREFIX)} from {inputs} to {outputs} values; the hidden size of "
                 f"this model is {hidden_size}. Is it for this base?"
@@ -183,17 +191,112 @@ def _check_config(folder: Path, config: Mapping[str, Any]) -> None:
 class _Patterns:
     """Rank and alpha by linear, as peft has them: its name, or an expression for its end."""
 
-    def __init__(self, config: Mapping[str, Any], rank: int, alpha: float) -> None:
-        self._ranks: Mapping[str, int] = config.get("rank_pattern") or {}
-        self._alphas: Mapping[str, float] = config.get("alpha_pattern") or {}
-        self._rank, self._alpha = rank, alpha
+    def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
+        """Raises InvalidLora, naming the field that is none of its kind."""
+        where = f"the {LORA_CONFIG} of {folder}"
+        self._ranks = {key: _rank(f"rank_pattern in {where}", value) for key, value in _patterns(where, config, "rank")}
+        self._alphas = {
+            key: _finite(f"alpha_pattern in {where}", value) for key, value in _patterns(where, config, "alpha")
+        }
+        self._rank = _rank(f"r in {where}", config.get("r"))
+        self._alpha = _finite(f"lora_alpha in {where}", config.get("lora_alpha"))
         self._by_root = bool(config.get("use_rslora"))
 
     def of(self, path: str) -> tuple[int, float]:
         """Return rank and scale."""
         rank = int(_found(self._ranks, path, self._rank))
-        alpha = float(_found(self._alphas, path, self._alpha))
-        return rank, alpha / (math.sqrt(rank) if self._by_root else rank) if rank > 0 else 0.0
+        alpha = _found(self._alphas, path, self._alpha)
+        return rank, alpha / (math.sqrt(rank) if self._by_root else rank)
+
+
+def _rank(field: str, value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 1 <= value < 2**31 or value != int(value):
+        raise InvalidLora(f"{field} is {value!r}; a rank is a whole number above 0. Save the adapter again.")
+    return int(value)
+
+
+def _finite(field: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1e30:
+        raise InvalidLora(f"{field} is {value!r}, which is no number of a scale. Save the adapter again.")
+    return float(value)
+
+
+def _patterns(where: str, config: Mapping[str, Any], kind: str) -> list[tuple[str, object]]:
+    """Return the expressions of rank_pattern or alpha_pattern, and what they give."""
+    found = config.get(f"{kind}_pattern") or {}
+    if not isinstance(found, dict):
+        raise InvalidLora(f"{kind}_pattern in {where} is {found!r}, which is no object. Save the adapter again.")
+    for key in found:
+        _expression(f"{kind}_pattern in {where}", rf"(.*\.)?({key})$")
+    return list(found.items())
+
+
+def _expression(field: str, pattern: str) -> re.Pattern[str]:
+    try:
+        return re.compile(pattern)
+    except (re.error, RecursionError, OverflowError) as error:
+        raise InvalidLora(f"{field} has {pattern!r}, which is no regular expression: {error}.") from error
+
+
+class _Targets:
+    """Which linears a LoRA's config says that it changes, as peft reads it: by name or the end of a name, or by an
+    expression for the whole name."""
+
+    def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
+        """Raises InvalidLora, naming the field that is none of its kind."""
+        where = f"the {LORA_CONFIG} of {folder}"
+        self._named = _names(where, config, "target_modules")  # None: it does not say
+        self._others = _names(where, config, "exclude_modules") or ()
+        self._layers = self._layer_expressions(where, config)
+        numbers = config.get("layers_to_transform")
+        numbers = [numbers] if isinstance(numbers, int) else numbers or []
+        if not isinstance(numbers, list) or not all(type(number) is int for number in numbers):
+            raise InvalidLora(f"layers_to_transform in {where} is {numbers!r}, which is no list of layers.")
+        self._numbers = frozenset(numbers)
+        names = ("target_modules", "exclude_modules", "layers_to_transform")
+        self.fields = ", ".join(name for name in names if config.get(name))
+
+    @staticmethod
+    def _layer_expressions(where: str, config: Mapping[str, Any]) -> list[re.Pattern[str]]:
+        lists = config.get("layers_pattern") or r"[^.]*"
+        lists = [lists] if isinstance(lists, str) else lists
+        if not isinstance(lists, list) or not all(isinstance(name, str) for name in lists):
+            raise InvalidLora(f"layers_pattern in {where} is {lists!r}, which is no name of a list of layers.")
+        return [_expression(f"layers_pattern in {where}", rf".*\.{name}\.(\d+)\.") for name in lists]
+
+    def include(self, path: str) -> bool:
+        """Return whether the config lets the LoRA change the linear at `path`; one that names none: any."""
+        if _matches(self._others, path):
+            return False
+        if self._named is None:
+            return True
+        if not _matches(self._named, path):
+            return False
+        if not self._numbers or isinstance(self._named, re.Pattern):
+            return True
+        found = next((match for layer in self._layers if (match := layer.match(path))), None)
+        return found is not None and int(found[1]) in self._numbers
+
+
+Names = re.Pattern[str] | tuple[str, ...]
+"""Of modules: an expression for whole names, or names and ends of names."""
+
+
+def _names(where: str, config: Mapping[str, Any], field: str) -> Names | None:
+    found = config.get(field)
+    if found in (None, [], "", "all-linear"):
+        return None
+    if isinstance(found, str):
+        return _expression(f"{field} in {where}", found)
+    if not isinstance(found, list) or not all(isinstance(name, str) for name in found):
+        raise InvalidLora(f"{field} in {where} is {found!r}, which is no list of names. Save the adapter again.")
+    return tuple(found)
+
+
+def _matches(names: Names, path: str) -> bool:
+    if isinstance(names, re.Pattern):
+        return names.fullmatch(path) is not None
+    return any(path == name or path.endswith(f".{name}") for name in names)
 
 
 def _found(patterns: Mapping[str, float], path: str, otherwise: float) -> float:

@@ -37,6 +37,8 @@ def read_object(file: Path) -> dict[str, Any]:
         loaded = json.loads(file.read_text(encoding="utf-8-sig"))
     except ValueError as error:
         raise CheckpointNotFound(f"{file} is not JSON: {error}. Was it copied whole?") from error
+    except RecursionError:
+        raise CheckpointNotFound(f"{file} is nested too deeply to be read. Fetch it again.") from None
     if not isinstance(loaded, dict):
         raise CheckpointNotFound(f"{file} holds no JSON object.")
     return loaded

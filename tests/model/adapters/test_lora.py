@@ -215,9 +215,20 @@ def no_weights(folder: Path) -> None:
     (folder / LORA_WEIGHTS).unlink()
 
 
+def twice(folder: Path) -> None:
+    tensors = load_file(folder / LORA_WEIGHTS)
+    again = {name.removeprefix("base_model.model."): tensor.clone() for name, tensor in tensors.items()}
+    save_file(tensors | again, folder / LORA_WEIGHTS)
+
+
+def nested(folder: Path) -> None:
+    (folder / LORA_CONFIG).write_text("[" * 100_000 + "]" * 100_000)
+
+
 BROKEN: list[tuple[Callable[[Path], None], str]] = [
     (embeddings, "embeddings"), (head, "lm_head, which is no linear of its own"), (only_a, "lacks"),
     (other_rank, "of rank 8"),    (infinite, "not finite"), (no_weights, "has no adapter_model.safetensors"),
+    (twice, "two pairs for model.layers.0"), (nested, "nested too deeply"),
 ]  # fmt: skip
 
 
@@ -230,6 +241,60 @@ def test_files_that_do_not_fit_are_refused(
     assert model.loras is not None
     with pytest.raises(InvalidLora, match=word):
         model.loras.load(folder)
+
+
+ODD: list[tuple[dict[str, Any], str]] = [
+    ({"r": float("inf")}, "r in the .* is inf"), ({"r": 4.5}, "r in the .* is 4.5"), ({"lora_alpha": "8"}, "alpha in"),
+    ({"lora_alpha": float("nan")}, "lora_alpha in .* is nan"), ({"rank_pattern": ["q_proj"]}, "which is no object"),
+    ({"rank_pattern": {"q_proj": None}}, "rank_pattern in .* is None"), ({"alpha_pattern": {"(": 4}}, "no regular exp"),
+    ({"alpha_pattern": {"q_proj": "x"}}, "alpha_pattern in .* is 'x'"), ({"target_modules": 5}, "no list of names"),
+    ({"target_modules": "("}, "no regular expression"), ({"layers_to_transform": "0"}, "no list of layers"),
+    ({"layers_to_transform": [0], "layers_pattern": [1]}, "no name of a list of layers"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("fields", "word"), ODD, ids=[str(fields) for fields, _ in ODD])
+def test_a_field_that_is_none_of_its_kind_is_named(
+    fields: dict[str, Any], word: str, base: Path, model: SpaceModel, tmp_path: Path
+) -> None:
+    assert model.loras is not None
+    with pytest.raises(InvalidLora, match=word):
+        model.loras.load(tiny_lora(tmp_path / "lora", base, **fields))
+
+
+LEFT_OUT: list[tuple[dict[str, Any], str]] = [
+    ({"target_modules": ["q_proj"]}, "layers.0.mlp.down_proj"),
+    ({"target_modules": r".*layers\.0\..*"}, "layers.1.mlp.down_proj"),
+    ({"target_modules": ["model.layers.0.mlp.down_proj", "mlp.up_proj"]}, "layers.0.mlp.gate_proj"),
+    ({"exclude_modules": r".*\.v_proj"}, "layers.0.self_attn.v_proj"),
+    ({"layers_to_transform": 0}, "layers.1.mlp.down_proj"),
+    ({"layers_to_transform": [1], "layers_pattern": "layers"}, "layers.0.mlp.down_proj"),
+]
+
+
+@pytest.mark.parametrize(("fields", "linear"), LEFT_OUT, ids=[str(fields) for fields, _ in LEFT_OUT])
+def test_a_pair_that_the_config_leaves_out_and_peft_would_ignore_is_refused(
+    fields: dict[str, Any], linear: str, base: Path, model: SpaceModel, tmp_path: Path
+) -> None:
+    assert model.loras is not None
+    with pytest.raises(InvalidLora, match=rf"pair for model.{linear}, which its adapter_config.json leaves out"):
+        model.loras.load(tiny_lora(tmp_path / "lora", base, **fields))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"target_modules": r"model\.layers\.\d+\.(self_attn|mlp)\..*"}, {"target_modules": "all-linear"},
+        {"target_modules": None}, {"layers_to_transform": [0, 1]},
+        {"layers_to_transform": [0, 1], "layers_pattern": ["h", "layers"]}, {"exclude_modules": ["lm_head"]},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_config_that_names_its_linears_in_another_way_is_served(
+    fields: dict[str, Any], base: Path, model: SpaceModel, tmp_path: Path
+) -> None:
+    assert model.loras is not None
+    model.loras.unload(model.loras.load(tiny_lora(tmp_path / "lora", base, **fields)))
 
 
 def test_loras_come_and_go_by_their_content(base: Path, tmp_path: Path) -> None:
