@@ -142,7 +142,7 @@ class DenseHead(nn.Module):
         weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
         return self._linear((weights @ value).transpose(1, 2).flatten(2), f"{at}o_proj")
 
-    def train_on(self, base: PreTrainedModel, *, steps: int = 200, seed: int = 1) -> DenseHead:
+    def train_on(self, base: PreTrainedModel, *, steps: int = 100, seed: int = 1) -> DenseHead:
         """Learn what `base` says behind random text, two drafts deep, so that some drafts are right."""
         generator = torch.Generator().manual_seed(seed)
         leaves = [tensor.requires_grad_() for tensor in self.tensors.values()]

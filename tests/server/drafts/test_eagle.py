@@ -67,7 +67,7 @@ def made_of(base_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Call
             shape, layers, form, more = HEADS[name]
             head = DenseHead(base, shape, layers)
             if name in TRAINED:
-                head.train_on(base)
+                head.train_on(base, steps=200)
             made[name] = head.save(tmp_path_factory.mktemp("head"), form, **more), base, head
         return made[name]
 
