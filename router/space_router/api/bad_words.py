@@ -16,18 +16,30 @@ from space_router.errors import InvalidRequest
 from space_router.text import written_numbers
 from space_router.text.schema_walk import target_of
 
-_MOST_TEXTS = 256  # of a regular expression; one with more is left as it is
+_MOST_TEXTS, _MOST_LETTERS = 32, 128  # of a regular expression; one with more is left as it is
+_MOST_WORK = 2**16  # letters of a grammar times bad words: at most .2 s of the event loop on a slow machine
 _ANCHORED = re.compile(r"\^(?P<inner>.*)\$", re.DOTALL)
-_SPECIAL = set(".^$*+{}[]\\")
+_LETTERS = re.compile(r"[^.^$*+{}\[\]\\()|?]+(?!\?)|[^.^$*+{}\[\]\\()|?](?=\?)")
+"""As many letters as no `?` is about the last of, or one that it is about."""
 
 
 def without_bad_words(grammar: Grammar | None, words: Sequence[str] | None) -> Grammar | None:
     """Return a grammar without the texts, constants and keys that it lists and that have a bad word.
 
-    Raises InvalidRequest if no text is left.
+    Where both are too large to be compared, the grammar is returned as it is, and only the tokens of the words as they
+    are written stay banned. Raises InvalidRequest if no text is left.
     """
     if grammar is None or (bad := pattern_of_words(words)) is None:
         return grammar
+    if len(grammar.source) * len(words or ()) > _MOST_WORK:
+        return grammar
+    try:
+        return _without(grammar, bad)
+    except RecursionError:  # refused for its depth where it is compiled
+        return grammar
+
+
+def _without(grammar: Grammar, bad: re.Pattern[str]) -> Grammar:
     if grammar.kind == "json_schema":
         schema = written_numbers.loads(grammar.source)
         left = schema_without(schema, bad)
@@ -161,6 +173,8 @@ def _listed(schema: Mapping[str, Any]) -> list[Any] | None:
 def _texts_of(pattern: str) -> list[str] | None:
     """Return the texts that a regular expression matches if it is made of letters, groups, `|` and `?`; None: it may
     match others, or too many."""
+    if len(pattern) > _MOST_LETTERS:
+        return None
     try:
         reader = _Letters(pattern)
         found = reader.alternatives()
@@ -201,11 +215,11 @@ class _Letters:
             if not self._takes(")"):
                 raise ValueError
             return found
-        letter = self._pattern[self.at]
-        if letter in _SPECIAL or letter == "?":
+        letters = _LETTERS.match(self._pattern, self.at)
+        if letters is None:
             raise ValueError
-        self.at += 1
-        return {letter}
+        self.at = letters.end()
+        return {letters[0]}
 
     def _takes(self, word: str) -> bool:
         found = self._pattern.startswith(word, self.at)
