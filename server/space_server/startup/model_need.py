@@ -219,6 +219,8 @@ class ModelNeed:
         own = getattr(config, "dtype", None)
         weights += int(unread * (dtype.itemsize / own.itemsize if form is None and isinstance(own, torch.dtype) else 1))
         small: tuple[Small, ...] = ()
+        if unread and checkpoint.unread_kind is not None:
+            small = (Small("gguf", weights, 0),)  # the head is one of them
         if form is None and not unread and num_ranks == 1 and (on_cpu or not experts):
             kinds = {"BF16"} if on_cpu else _NUMBERS
             linears = _in_linears(stored(checkpoint), kinds)
