@@ -251,7 +251,7 @@ def _read_lora(folder: Path) -> tuple[float, dict[str, Tensor]]:
     try:
         config = read_object(file)
         rank, alpha = int(config["r"]), float(config["lora_alpha"])
-    except (CheckpointNotFound, OSError, ValueError, KeyError, TypeError) as error:
+    except (CheckpointNotFound, OSError, OverflowError, ValueError, KeyError, TypeError) as error:
         raise InvalidSpaceSection(f"{file} is no config of a LoRA with r and lora_alpha: {error!r}") from error
     if config.get("peft_type") != "LORA" or rank < 1 or not math.isfinite(alpha):
         raise InvalidSpaceSection(f"{file} has peft_type {config.get('peft_type')!r} and r {rank}; LORA is read.")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -197,9 +197,11 @@ def load_draft_head(folder: Path, section: DraftHeadSection, base: BaseSpec) -> 
     return DraftHeadWeights(w1, w2, section.embedding_scale, section.form)
 
 
-def read_head_tensors(folder: Path, name: str, wanted: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
-    """Return all tensors of the safetensors file `name` in `folder`, among them the `wanted` ones of these shapes.
-    Raises InvalidSpaceSection."""
+def read_head_tensors(
+    folder: Path, name: str, wanted: Mapping[str, tuple[int, ...]], others: Collection[str] = ()
+) -> dict[str, Tensor]:
+    """Return the tensors of the safetensors file `name` in `folder`: the `wanted` ones, of these shapes and finite
+    floats, and those of `others` that it has. Raises InvalidSpaceSection."""
     file = folder / name
     if file.parent != folder or not file.is_file() or not is_contained(file, folder):
         raise InvalidSpaceSection(f"The draft head {name} is not in {folder}.")
@@ -208,6 +210,8 @@ def read_head_tensors(folder: Path, name: str, wanted: Mapping[str, tuple[int, .
             found = {one: tensors.get_tensor(one) for one in tensors.keys()}  # noqa: SIM118  (safe_open is no mapping)
     except SafetensorError as error:
         raise InvalidSpaceSection(f"{file} is no safetensors file: {error}") from error
+    if unknown := sorted(found.keys() - wanted.keys() - set(others)):
+        raise InvalidSpaceSection(f"{file} has {unknown[0]}, which is no part of this draft head.")
     for one, shape in wanted.items():
         if one not in found:
             raise InvalidSpaceSection(f"{file} has no tensor {one}.")
@@ -215,6 +219,8 @@ def read_head_tensors(folder: Path, name: str, wanted: Mapping[str, tuple[int, .
             raise InvalidSpaceSection(
                 f"{one} in {file} has shape {tuple(found[one].shape)}; config.json makes it {shape}."
             )
+        if not found[one].is_floating_point() or not bool(found[one].float().isfinite().all()):
+            raise InvalidSpaceSection(f"{one} in {file} is {found[one].dtype}, or has values that are not finite.")
     return found
 
 

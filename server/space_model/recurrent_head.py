@@ -88,7 +88,7 @@ def load_recurrent_head(folder: Path, section: RecurrentHeadSection, base: BaseS
         "recurrent_head.w1.weight": (section.hidden, 2 * base.hidden_size),
         "recurrent_head.w2.weight": (base.hidden_size, section.hidden),
     }
-    found = read_head_tensors(folder, section.file, shapes)
+    found = read_head_tensors(folder, section.file, shapes, {"recurrent_head.ids"})
     ids = found.get("recurrent_head.ids")
     if ids is not None:
         if ids.dtype != torch.int64 or ids.dim() != 1 or not len(ids) or int(ids[0]) < 0 or not _ascends(ids):

@@ -10,6 +10,7 @@ from space_common.default_model import DEFAULT_BASE
 from space_common.files import NotUtf8, read_text
 from space_common.gguf.find import GgufError, find_gguf
 from space_common.hub import Hub, HubError, is_hub_id
+from space_common.other_formats import other_format
 from space_common.tokenizer.tokenizer_files import published_tokenizer
 
 from space_router.errors import ConfigError
@@ -35,10 +36,10 @@ def locate(model: str, hub: Hub = Hub(), flag: str = "--model") -> Path:  # noqa
         ("tokenizer.json", published_tokenizer(folder) is not None),
     ):
         if not is_there:
-            cure = "`spaceserve convert` makes a folder that has."
+            cure = other_format(folder) or "`spaceserve convert` makes a folder that has."
             if is_hub_id(model) and not Path(model).exists():
                 cure += f" If the repository has GGUF files, name one of them: {flag} {model}:FILE.gguf"
-            raise ConfigError(f"{flag}={model!r}: {folder} has no {name}; {cure}")
+            raise ConfigError(f"{flag}={model!r}: {folder} has no {name}. {cure}")
     return folder
 
 

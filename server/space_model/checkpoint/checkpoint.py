@@ -19,10 +19,11 @@ from space_common import default_model
 from space_common.default_model import DEFAULT_BASE, DefaultModelUnavailable
 from space_common.files import is_contained, is_local_name, sha256_of
 from space_common.gguf.find import SUFFIX, GgufError, find_gguf
+from space_common.other_formats import other_format
 from space_common.special_tokens import named_tokens, token_text
 from space_common.tokenizer.tokenizer_files import TokenizerFileError, published_tokenizer, tokenizer_json
 
-from space_model.checkpoint.quantized_formats import read_format
+from space_model.checkpoint.quantized_formats import is_of_mlx, read_format
 from space_model.checkpoint.translation import Translation, translate
 from space_model.model_error import CheckpointNotFound, UnsupportedModel
 from space_model.released_adapters import AdapterFormat, split_place
@@ -209,7 +210,8 @@ class Checkpoint:
         if file is not None:
             return cls._of_gguf(str(path), file, folder, section)
         if not config_file.is_file():
-            raise CheckpointNotFound(f"{folder} has no config.json; give the folder of a checkpoint.")
+            cure = other_format(folder) or "Give the folder of a checkpoint."
+            raise CheckpointNotFound(f"{folder} has no config.json. {cure}")
         config = with_quantization(folder, config)
         translation = translate(config, str(path))
         served = config if translation is None else dict(translation.config)
@@ -358,6 +360,8 @@ def with_quantization(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
     """Return the config with a quantization_config, taken from another field or file if needed."""
     if config.get("quantization_config") is not None:
         return config
+    if isinstance(section := config.get("quantization"), dict) and is_of_mlx(section):
+        return config | {"quantization_config": section}
     if isinstance(said := config.get("compression_config"), dict):  # compressed-tensors before its version 0.4
         return config | {"quantization_config": {"quant_method": "compressed-tensors"} | said}
     for name, (method, key) in _QUANTIZATION_FILES.items():
@@ -421,9 +425,9 @@ def _weights(folder: Path) -> tuple[Path, ...]:
         raise CheckpointNotFound(
             f"{folder} has {parts[0].name} and no {index.name}, which says what is in which file. Fetch it, too."
         )
+    of_gguf = f"If it is of a repository with GGUF files, name one of them: OWNER/NAME:FILE{SUFFIX}"
     raise CheckpointNotFound(
-        f"{folder} has no model.safetensors (and no model.safetensors.index.json). If it is of a repository with GGUF "
-        f"files, name one of them: OWNER/NAME:FILE{SUFFIX}"
+        f"{folder} has no model.safetensors (and no model.safetensors.index.json). {other_format(folder) or of_gguf}"
     )
 
 

@@ -531,12 +531,19 @@ class Bitsandbytes(QuantizedFormat):
         return (values[:count] * of_element).view(*settings["shape"])
 
 
+def is_of_mlx(settings: Mapping[str, Any]) -> bool:
+    """Return whether a section of config.json says how mlx-lm quantised the weights: it names no method."""
+    return "quant_method" not in settings and {"group_size", "bits"} <= settings.keys()
+
+
 def read_format(config: Mapping[str, Any], name: str) -> QuantizedFormat | None:
     """Return the format in config.json of the checkpoint `name`; None: unquantised. Raises UnsupportedModel."""
     settings = config.get("quantization_config")
     if settings is None:
         return None
     method = str(settings.get("quant_method", "")) if isinstance(settings, Mapping) else ""
+    if isinstance(settings, Mapping) and is_of_mlx(settings):
+        raise UnsupportedModel(f"{name} is quantised for Apple's MLX (mlx-lm), which is not read. {CURE}")
     try:
         match method:
             case "awq":

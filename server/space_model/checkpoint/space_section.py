@@ -13,6 +13,9 @@ from space_model.geometry.draft_layout import MOST_HEAD_DRAFTS
 from space_model.model_error import InvalidSpaceSection
 from space_model.released_adapters import USUAL_MASKS, AdapterFormat, MaskInputs
 
+MOST_MASKS = 1024
+"""Far above what is laid out, and few enough to be listed."""
+
 
 @dataclass(frozen=True)
 class DraftHeadSection:
@@ -67,6 +70,8 @@ class SpaceSection:
         if section.get("adapter") is not None:
             return cls._gated(section, mask_ids, num_masks)
         declared = section.get("mask_token_ids") or []
+        if not isinstance(declared, list):
+            raise InvalidSpaceSection(f'"mask_token_ids" in config.json must be a list of ids; got {declared!r}.')
         ids = list(declared if mask_ids is None else mask_ids)
         if not all(isinstance(id, int) and not isinstance(id, bool) for id in ids):
             raise InvalidSpaceSection(f"Mask ids must be integers; got {ids}.")
@@ -75,8 +80,10 @@ class SpaceSection:
             count = section.get("num_masks")
         if count is None:
             count = len(ids)
-        if not isinstance(count, int) or count < 0:
+        if not isinstance(count, int) or isinstance(count, bool) or count < 0:
             raise InvalidSpaceSection(f"num_masks must be 0 or more; got {count}.")
+        if count > MOST_MASKS:
+            raise InvalidSpaceSection(f"num_masks must be {MOST_MASKS} at most; got {count}.")
         if count and not ids:
             raise InvalidSpaceSection(f"{count} masks need mask ids: one shared by all, or one per position.")
         if len(ids) == 1:
@@ -170,12 +177,24 @@ def _draft_head(section: object) -> DraftHeadSection | None:
         raise InvalidSpaceSection(f"There is no draft head of form {name!r}; there are {', '.join(DraftHeadForm)}.")
     try:
         return DraftHeadSection(
-            str(section["file"]), int(section["hidden"]), float(section["embedding_scale"]), DraftHeadForm(name)
+            str(section["file"]), _whole(section["hidden"]), _scale(section["embedding_scale"]), DraftHeadForm(name)
         )
     except (KeyError, TypeError, ValueError) as error:
         raise InvalidSpaceSection(
             f'"draft_head" in the space section of config.json needs file, hidden and embedding_scale: {error!r}'
         ) from error
+
+
+def _whole(value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError(f"{value!r} is no whole number")
+    return value
+
+
+def _scale(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1e30:
+        raise ValueError(f"{value!r} is no scale")
+    return float(value)
 
 
 def _recurrent_head(section: object) -> RecurrentHeadSection | None:
@@ -186,9 +205,9 @@ def _recurrent_head(section: object) -> RecurrentHeadSection | None:
     try:
         head = RecurrentHeadSection(
             str(section["file"]),
-            int(section["hidden"]),
-            float(section["embedding_scale"]),
-            int(section["num_drafts"]),
+            _whole(section["hidden"]),
+            _scale(section["embedding_scale"]),
+            _whole(section["num_drafts"]),
             _acceptance(section.get("acceptance")),
         )
     except (KeyError, TypeError, ValueError) as error:

@@ -29,6 +29,7 @@ from space_model.precision import choose_dtype, refuse_tf32
 from space_model.random_checkpoint import FIRST_MASK
 from tiny_checkpoints import tiny_checkpoint
 from tokenizers import Tokenizer
+from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
 
@@ -113,11 +114,48 @@ def test_masks_without_ids_are_refused(copy_of: Callable[..., Path]) -> None:
             {"file": "draft_head.safetensors", "hidden": 32, "embedding_scale": 2, "form": "wide"},
             "no draft head of form 'wide'; there are mlp, low-rank",
         ),
+        ({"file": "draft_head.safetensors", "hidden": 32.0, "embedding_scale": 2}, "32.0 is no whole number"),
+        (
+            {"file": "draft_head.safetensors", "hidden": 32, "embedding_scale": float("nan")},
+            "nan is no scale",
+        ),
     ],
 )
 def test_an_unfit_draft_head_is_refused(head: dict[str, Any], message: str, copy_of: Callable[..., Path]) -> None:
     with pytest.raises(InvalidSpaceSection, match=message):
         load_model(copy_of(space={"num_masks": 1, "mask_token_ids": [4], "draft_head": head}))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda head: head | {"more": torch.ones(2)}, "has more, which is no part of this draft head"),
+        (lambda head: {name: w.to(torch.int8) for name, w in head.items()}, "w1.weight in .* is torch.int8"),
+        (lambda head: {name: w * torch.inf for name, w in head.items()}, "has values that are not finite"),
+    ],
+    ids=["another tensor", "integers", "infinite"],
+)
+def test_a_draft_head_of_other_tensors_is_refused(
+    spoil: Callable[[dict[str, Tensor]], dict[str, Tensor]], message: str, copy_of: Callable[..., Path]
+) -> None:
+    path = copy_of()
+    save_file(spoil(load_file(path / "draft_head.safetensors")), path / "draft_head.safetensors")
+    with pytest.raises(InvalidSpaceSection, match=message):
+        load_model(path)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"mask_token_ids": 5}, "must be a list of ids; got 5"),
+        ({"mask_token_ids": [4], "num_masks": 10**12}, "num_masks must be 1024 at most"),
+        ({"mask_token_ids": [4], "num_masks": True}, "num_masks must be 0 or more; got True"),
+    ],
+    ids=str,
+)
+def test_masks_that_cannot_be_are_refused(fields: dict[str, Any], message: str, copy_of: Callable[..., Path]) -> None:
+    with pytest.raises(InvalidSpaceSection, match=message):
+        load_model(copy_of(space=fields))
 
 
 def test_a_low_rank_draft_head_is_read_and_an_absent_form_is_the_mlp(copy_of: Callable[..., Path]) -> None:
@@ -192,6 +230,36 @@ def test_absent_checkpoints_are_named(tmp_path: Path) -> None:
         load_model(tmp_path)
     with pytest.raises(CheckpointNotFound, match="There is no folder"):
         load_model(tmp_path / "absent")
+
+
+@pytest.mark.parametrize(
+    ("file", "message"),
+    [
+        ("params.json", "of the format of the model's makers, which is not read: fetch config.json"),
+        ("consolidated.safetensors", "of the format of the model's makers"),
+        ("consolidated.00.pth", "of the format of the model's makers"),
+        ("onnx/model.onnx", "of ONNX, which is not read: use the checkpoint that it was made from"),
+        ("openvino_model.xml", "of OpenVINO's format"),
+        ("weights.npz", "of an old format of MLX"),
+        ("tf_model.h5", "of TensorFlow's format"),
+    ],
+)
+@pytest.mark.parametrize("has_config", [True, False])
+def test_weights_in_another_format_are_named_with_the_cure(
+    file: str, message: str, has_config: bool, tmp_path: Path
+) -> None:
+    (tmp_path / file).parent.mkdir(exist_ok=True)
+    (tmp_path / file).write_text("")
+    if has_config:
+        (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(CheckpointNotFound, match=f"has {file}, {message}"):
+        Checkpoint.open(tmp_path)
+
+
+@pytest.mark.parametrize("field", ["quantization", "quantization_config"])
+def test_weights_quantised_for_mlx_are_named(field: str, copy_of: Callable[..., Path]) -> None:
+    with pytest.raises(UnsupportedModel, match=r"is quantised for Apple's MLX .*Use the checkpoint it was made from"):
+        load_model(copy_of(**{field: {"group_size": 64, "bits": 4, "mode": "affine"}}))
 
 
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json", "model.safetensors.index.json"])
@@ -535,8 +603,8 @@ def test_other_models_that_see_images_are_refused_by_name(tmp_path: Path) -> Non
 
 
 def test_the_true_reason_is_given_for_a_text_part_that_is_refused(tmp_path: Path) -> None:
-    config = CONFIG_MAPPING["lfm3_vl"]().to_dict()
-    with pytest.raises(UnsupportedModel, match=r"of type 'lfm3' have conv layers"):
+    config = CONFIG_MAPPING["inkling_mm_model"]().to_dict()
+    with pytest.raises(UnsupportedModel, match=r"of type 'inkling_text' have hybrid, hybrid_sliding layers"):
         read_config(Checkpoint("x", tmp_path, config, (), tmp_path))
 
 
