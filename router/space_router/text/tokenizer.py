@@ -25,6 +25,10 @@ from space_router.text.text_pool import checkpoint
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
+LARGEST_ID = (1 << 24) - 1
+"""Far above any vocabulary: the tokenizers library writes files id by id, in a minute for the largest that it reads."""
+
+
 class TokenBytes:
     """Maps ids to bytes, for byte-level BPE and SentencePiece tokenizers.
 
@@ -32,6 +36,12 @@ class TokenBytes:
     """
 
     def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
+        added, own = tokenizer.get_added_tokens_decoder(), tokenizer.get_vocab(with_added_tokens=False)
+        if (largest := max([*own.values(), *added], default=0)) > LARGEST_ID:
+            raise ConfigError(
+                f"tokenizer.json has the id {largest}; ids are {LARGEST_ID} at most, and follow one another. Fetch it "
+                "again."
+            )
         content = json.loads(tokenizer.to_str())
         kinds = _kinds(content.get("decoder"))
         self._tokenizer = tokenizer
@@ -44,9 +54,7 @@ class TokenBytes:
             )
         self._cache: dict[int, bytes] = {}
         self._texts: dict[int, str | None] = {}
-        added = tokenizer.get_added_tokens_decoder()
         self._added = {id_: token.content for id_, token in added.items()}
-        own = tokenizer.get_vocab(with_added_tokens=False)
         self.cuts = TextCuts(content, own, self._alphabet, added.values())
 
     def __getitem__(self, id_: int) -> bytes:
@@ -327,6 +335,7 @@ class Tokenizer:
                 if config.get("added_tokens_decoder") is None:
                     config = {**config, "added_tokens_decoder": {str(token["id"]): token for token in added}}
                     special_map = {}
+            inner.encode("a", add_special_tokens=False)  # fails for every text without a token for unknown characters
         except ConfigError:
             raise
         except (NotUtf8, TokenizerFileError) as error:

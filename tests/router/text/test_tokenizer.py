@@ -84,6 +84,24 @@ def test_a_checkpoint_folder_is_read_with_its_hash(tmp_path: Path) -> None:
         Tokenizer.load(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("vocab", "message"),
+    [({"zz": 2**31}, "has the id 2147483648; ids are 16777215 at most"), (None, "tokenizer.json cannot be read: Unk")],
+    ids=["an id beyond any vocabulary", "no vocabulary"],
+)
+@pytest.mark.timeout(20)
+def test_a_vocabulary_that_no_text_can_be_written_in_is_refused(
+    vocab: dict[str, int] | None, message: str, tmp_path: Path
+) -> None:
+    file = write_checkpoint(tmp_path) / "tokenizer.json"
+    content = json.loads(file.read_text())
+    model = content["model"]
+    more = {"vocab": {}, "merges": [], "unk_token": "<unk>"} if vocab is None else {"vocab": model["vocab"] | vocab}
+    file.write_text(json.dumps(content | {"model": model | more}))
+    with pytest.raises(ConfigError, match=message):
+        Tokenizer.load(tmp_path)
+
+
 MESSAGES = [
     {"role": "system", "content": "Answer in one word."},
     {"role": "user", "content": "  hello world, what is `x` ?\n"},
