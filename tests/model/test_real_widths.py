@@ -11,7 +11,7 @@ from quantized_testing import write_mxfp4_experts
 from space_model.geometry.forward_batch import ForwardBatch, Segment
 from space_model.loading.load import load_model
 from space_model.space_model import SpaceModel
-from tiny_checkpoints import tiny_checkpoint
+from tiny_checkpoints import FAMILIES, MORE_FAMILIES, tiny_checkpoint
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -91,6 +91,59 @@ WIDTHS: dict[str, dict[str, Any]] = {
         "hidden_size": 2048, "intermediate_size": 7680, "num_heads": 16, "kv_heads": 4, "head_dim": 128,
         "sliding_window": 128,
     },
+    "gemma3": {  # Gemma 3 4B
+        "hidden_size": 2560, "intermediate_size": 10240, "num_heads": 8, "kv_heads": 4, "head_dim": 256,
+        "query_pre_attn_scalar": 256, "sliding_window": 128, "num_layers": 6,
+    },
+    "phi3": {  # Phi-3 mini
+        "hidden_size": 3072, "intermediate_size": 8192, "num_heads": 32, "kv_heads": 32, "head_dim": 96,
+        "sliding_window": 128,
+    },
+    "cohere2": {  # Command R7B
+        "hidden_size": 4096, "intermediate_size": 14336, "num_heads": 32, "kv_heads": 8, "head_dim": 128,
+        "sliding_window": 128, "logit_scale": 0.25,
+    },
+    "qwen3_moe": {  # Qwen3-30B-A3B, with 8 of 128 experts
+        "hidden_size": 2048, "intermediate_size": 6144, "num_heads": 32, "kv_heads": 4, "head_dim": 128,
+        "moe_intermediate_size": 768, "num_experts": 8, "num_experts_per_tok": 4, "norm_topk_prob": True,
+    },
+    "glm4_moe": {  # GLM-4.5-Air, with 8 of 128 experts
+        "hidden_size": 4096, "intermediate_size": 10944, "num_heads": 96, "kv_heads": 8, "head_dim": 128,
+        "moe_intermediate_size": 1408, "n_routed_experts": 8, "num_experts_per_tok": 4, "n_group": 1, "topk_group": 1,
+        "routed_scaling_factor": 1.0, "first_k_dense_replace": 1, "partial_rotary_factor": 0.5,
+    },
+    "qwen3_5": {  # Qwen3.5-2B's widths
+        "hidden_size": 2048, "intermediate_size": 6144, "num_heads": 8, "kv_heads": 2, "head_dim": 256,
+        "linear_num_value_heads": 16, "linear_num_key_heads": 16, "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+    },
+    "falcon_h1": {  # Falcon-H1-1.5B
+        "hidden_size": 2048, "intermediate_size": 4096, "num_heads": 8, "kv_heads": 2, "head_dim": 128,
+        "mamba_d_ssm": 3072, "mamba_n_heads": 48, "mamba_d_head": 64, "mamba_d_state": 256, "mamba_n_groups": 1,
+    },
+    "nemotron_h": {  # Nemotron-Nano-9B-v2
+        "hidden_size": 4480, "intermediate_size": 15680, "num_heads": 40, "kv_heads": 8, "head_dim": 128,
+        "mamba_num_heads": 128, "mamba_head_dim": 80, "ssm_state_size": 128, "n_groups": 8, "num_hidden_layers": 3,
+        "layers_block_type": ["linear_attention", "full_attention", "mlp"],
+    },
+    "apertus": {  # Apertus-8B
+        "hidden_size": 4096, "intermediate_size": 21504, "num_heads": 32, "kv_heads": 8, "head_dim": 128,
+    },
+    "olmoe": {  # OLMoE-1B-7B, with 8 of 64 experts
+        "hidden_size": 2048, "intermediate_size": 1024, "num_heads": 16, "kv_heads": 16, "head_dim": 128,
+        "num_experts": 8, "num_experts_per_tok": 4,
+    },
+    "nemotron": {  # Minitron-4B
+        "hidden_size": 3072, "intermediate_size": 9216, "num_heads": 24, "kv_heads": 8, "head_dim": 128,
+    },
+    "gpt_bigcode": {  # StarCoderBase-1B
+        "hidden_size": 2048, "intermediate_size": 8192, "num_heads": 16, "kv_heads": 1, "head_dim": 128,
+        "n_positions": 4096,
+    },
+    "opt": {  # OPT-1.3B
+        "hidden_size": 2048, "ffn_dim": 8192, "num_heads": 32, "kv_heads": 32, "head_dim": 64,
+        "word_embed_proj_dim": 2048,
+    },
 }  # fmt: skip
 """Fields of config.json as published, but for layers, experts and vocabulary."""
 
@@ -111,7 +164,9 @@ def logits(model: SpaceModel, ids: list[int], chunks: tuple[int, ...]) -> Tensor
 @pytest.mark.parametrize("family", WIDTHS)
 @torch.inference_mode()
 def test_layers_of_real_width_have_the_logits_of_transformers(family: str, tmp_path: Path) -> None:
-    folder = tiny_checkpoint(tmp_path / "plain", family, num_masks=0, window=4096, **WIDTHS[family])
+    fields = WIDTHS[family] | ({} if family in FAMILIES | MORE_FAMILIES else {"model_type": family})
+    known = "llama" if "model_type" in fields else family
+    folder = tiny_checkpoint(tmp_path / "plain", known, num_masks=0, window=4096, **fields)
     served = folder
     if family == "gpt_oss":  # as it is published
         served, source, folder = tmp_path / "packed", folder, tmp_path / "dequantised"

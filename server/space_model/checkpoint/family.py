@@ -79,6 +79,11 @@ def refuse_config(name: str, said: Mapping[str, Any], config: PreTrainedConfig, 
             f"Models of type {kind!r} attend twice in each decoder layer; layers that attend once are served. Use a "
             "checkpoint of another family with latent attention, such as DeepSeek-V3."
         )
+    if kind == "jetmoe":
+        raise UnsupportedModel(
+            f"Models of type {kind!r} choose experts in their attention, too, each with queries of its own; experts "
+            "are served in MLPs alone. Use another mixture of experts, such as OLMoE or Granite-MoE."
+        )
     if kind == "diffusion_gemma_text":
         raise UnsupportedModel(
             f"Models of type {kind!r} write blocks of tokens by diffusion, not one token after another. Use a "
