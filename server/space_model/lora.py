@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import regex
 import torch
 from safetensors import SafetensorError, safe_open
 from space_common.files import LORA_CONFIG, LORA_WEIGHTS, hash_lora
@@ -194,10 +195,12 @@ class _Patterns:
     def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
         """Raises InvalidLora, naming the field that is none of its kind."""
         where = f"the {LORA_CONFIG} of {folder}"
-        self._ranks = {key: _rank(f"rank_pattern in {where}", value) for key, value in _patterns(where, config, "rank")}
-        self._alphas = {
-            key: _finite(f"alpha_pattern in {where}", value) for key, value in _patterns(where, config, "alpha")
-        }
+        self._ranks = [
+            (key, _rank(f"rank_pattern in {where}", value)) for key, value in _patterns(where, config, "rank")
+        ]
+        self._alphas = [
+            (key, _finite(f"alpha_pattern in {where}", value)) for key, value in _patterns(where, config, "alpha")
+        ]
         self._rank = _rank(f"r in {where}", config.get("r"))
         self._alpha = _finite(f"lora_alpha in {where}", config.get("lora_alpha"))
         self._by_root = bool(config.get("use_rslora"))
@@ -221,21 +224,40 @@ def _finite(field: str, value: object) -> float:
     return float(value)
 
 
-def _patterns(where: str, config: Mapping[str, Any], kind: str) -> list[tuple[str, object]]:
+def _patterns(where: str, config: Mapping[str, Any], kind: str) -> list[tuple[Expression, object]]:
     """Return the expressions of rank_pattern or alpha_pattern, and what they give."""
-    found = config.get(f"{kind}_pattern") or {}
+    field = f"{kind}_pattern"
+    found = config.get(field) or {}
     if not isinstance(found, dict):
-        raise InvalidLora(f"{kind}_pattern in {where} is {found!r}, which is no object. Save the adapter again.")
-    for key in found:
-        _expression(f"{kind}_pattern in {where}", rf"(.*\.)?({key})$")
-    return list(found.items())
+        raise InvalidLora(f"{field} in {where} is {found!r}, which is no object. Save the adapter again.")
+    return [(Expression(f"{field} in {where}", rf"(.*\.)?({key})$"), value) for key, value in found.items()]
 
 
-def _expression(field: str, pattern: str) -> re.Pattern[str]:
-    try:
-        return re.compile(pattern)
-    except (re.error, RecursionError, OverflowError) as error:
-        raise InvalidLora(f"{field} has {pattern!r}, which is no regular expression: {error}.") from error
+_MOST_SECONDS = 1.0  # of one name, which takes microseconds
+
+
+class Expression:
+    """A regular expression of a LoRA's config, which comes from outside: the time that it takes is bounded."""
+
+    def __init__(self, field: str, pattern: str) -> None:
+        """Raises InvalidLora, naming the `field`, if it is none."""
+        self._field, self._pattern = field, pattern
+        try:
+            re.compile(pattern)  # peft's
+            self._compiled = regex.compile(pattern)
+        except (re.error, regex.error, RecursionError, OverflowError) as error:
+            raise InvalidLora(f"{field} has {pattern!r}, which is no regular expression: {error}.") from error
+
+    def match(self, path: str, *, whole: bool = False) -> regex.Match[str] | None:
+        """Match the beginning of a linear's name, or all of it. Raises InvalidLora if that takes too long."""
+        try:
+            find = self._compiled.fullmatch if whole else self._compiled.match
+            return find(path, timeout=_MOST_SECONDS)
+        except TimeoutError:
+            raise InvalidLora(
+                f"{self._field} has {self._pattern!r}, which takes more than {_MOST_SECONDS:g} s for {path}. Name the "
+                "linears instead."
+            ) from None
 
 
 class _Targets:
@@ -257,12 +279,12 @@ class _Targets:
         self.fields = ", ".join(name for name in names if config.get(name))
 
     @staticmethod
-    def _layer_expressions(where: str, config: Mapping[str, Any]) -> list[re.Pattern[str]]:
+    def _layer_expressions(where: str, config: Mapping[str, Any]) -> list[Expression]:
         lists = config.get("layers_pattern") or r"[^.]*"
         lists = [lists] if isinstance(lists, str) else lists
         if not isinstance(lists, list) or not all(isinstance(name, str) for name in lists):
             raise InvalidLora(f"layers_pattern in {where} is {lists!r}, which is no name of a list of layers.")
-        return [_expression(f"layers_pattern in {where}", rf".*\.{name}\.(\d+)\.") for name in lists]
+        return [Expression(f"layers_pattern in {where}", rf".*\.{name}\.(\d+)\.") for name in lists]
 
     def include(self, path: str) -> bool:
         """Return whether the config lets the LoRA change the linear at `path`; one that names none: any."""
@@ -272,13 +294,13 @@ class _Targets:
             return True
         if not _matches(self._named, path):
             return False
-        if not self._numbers or isinstance(self._named, re.Pattern):
+        if not self._numbers or isinstance(self._named, Expression):
             return True
         found = next((match for layer in self._layers if (match := layer.match(path))), None)
         return found is not None and int(found[1]) in self._numbers
 
 
-Names = re.Pattern[str] | tuple[str, ...]
+Names = Expression | tuple[str, ...]
 """Of modules: an expression for whole names, or names and ends of names."""
 
 
@@ -287,21 +309,20 @@ def _names(where: str, config: Mapping[str, Any], field: str) -> Names | None:
     if found in (None, [], "", "all-linear"):
         return None
     if isinstance(found, str):
-        return _expression(f"{field} in {where}", found)
+        return Expression(f"{field} in {where}", found)
     if not isinstance(found, list) or not all(isinstance(name, str) for name in found):
         raise InvalidLora(f"{field} in {where} is {found!r}, which is no list of names. Save the adapter again.")
     return tuple(found)
 
 
 def _matches(names: Names, path: str) -> bool:
-    if isinstance(names, re.Pattern):
-        return names.fullmatch(path) is not None
+    if isinstance(names, Expression):
+        return names.match(path, whole=True) is not None
     return any(path == name or path.endswith(f".{name}") for name in names)
 
 
-def _found(patterns: Mapping[str, float], path: str, otherwise: float) -> float:
-    keys = (key for key in patterns if re.match(rf"(.*\.)?({key})$", path))
-    return patterns.get(next(keys, ""), otherwise)
+def _found(patterns: Sequence[tuple[Expression, float]], path: str, otherwise: float) -> float:
+    return next((value for expression, value in patterns if expression.match(path)), otherwise)
 
 
 def _pair(folder: Path, path: str, a: Tensor, b: Tensor, patterns: _Patterns, base: LoraBase) -> tuple[Tensor, Tensor]:

@@ -250,6 +250,8 @@ ODD: list[tuple[dict[str, Any], str]] = [
     ({"alpha_pattern": {"q_proj": "x"}}, "alpha_pattern in .* is 'x'"), ({"target_modules": 5}, "no list of names"),
     ({"target_modules": "("}, "no regular expression"), ({"layers_to_transform": "0"}, "no list of layers"),
     ({"layers_to_transform": [0], "layers_pattern": [1]}, "no name of a list of layers"),
+    ({"target_modules": "(.|\\w)+[0-9]"}, "takes more than 1 s"),
+    ({"rank_pattern": {"(.|\\w)+[0-9]": 4}}, "takes more than 1 s"),
 ]  # fmt: skip
 
 
