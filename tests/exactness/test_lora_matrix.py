@@ -5,11 +5,14 @@ from __future__ import annotations
 from functools import cache
 
 import pytest
-from exactness_matrix import Cell, Mismatch, Subject, Subjects, cell_name, check_cell, cover
+from exactness_matrix import Cell, Mismatch, Subject, Subjects, cell_name, check_cell, cover, make_worker
 from space_common.files import hash_lora
+from space_common.worker.client import ClientSequence, WorkerClient
 from space_kernels.linear.gated_delta import GatedDelta
 from space_model.checkpoint.recurrent_layers import HYBRIDS
 from space_model.loading.load import load_model
+from space_server.drafts import TYPICAL
+from space_server.speculation.controller import FixedLayout
 from tiny_checkpoints import MORE_FAMILIES, tiny_checkpoint, tiny_lora
 from torch import Tensor
 
@@ -91,3 +94,19 @@ def test_a_lora_that_leaks_into_the_rows_beside_it_is_caught(
     monkeypatch.setattr(GatedDelta, "add_to", leak)
     with pytest.raises(Mismatch):
         check_cell(subject, cell)
+
+
+def test_acceptance_is_measured_for_each_lora(subject_of: Subjects) -> None:
+    subject = subject_of("ids-llama", "float32")
+    worker = make_worker(subject.model, FixedLayout.full(3), None)
+    client = WorkerClient(worker, automatic=True)
+    means: dict[str, list[float]] = {lora: [] for lora in subject.loras[:2]}
+    for seat in range(len(means)):  # random masks are seldom right
+        client.submit(ClientSequence(subject.request(seat, 0.0, "none")))
+        client.run()
+        for known in means:
+            shapes = worker._shapes.get((known, False))
+            means[known].append(TYPICAL[0] if shapes is None else shapes[0][None].mean(1))
+    first, second = means.values()
+    assert first[0] == first[1] < TYPICAL[0]
+    assert second[0] == TYPICAL[0] > second[1]

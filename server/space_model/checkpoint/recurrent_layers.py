@@ -28,7 +28,6 @@ HYBRIDS: Mapping[str, frozenset[str]] = {
 """model_type -> the kinds of layers that it has beside full and sliding attention."""
 
 _NO_KEYS = "are recurrent throughout; a sequence is scheduled by the pages of its keys and values, and would have none"
-_MAMBA_1 = "have layers of Mamba's first version, which decay each channel on its own; those of its second are served"
 _OF_ITS_OWN = "have linear_attention layers of their own kind"
 UNSERVED_LAYERS: Mapping[str, str] = {
     "falcon_mamba": _NO_KEYS,
@@ -37,7 +36,7 @@ UNSERVED_LAYERS: Mapping[str, str] = {
     "mamba2": _NO_KEYS,
     "minimax": f"{_OF_ITS_OWN} (lightning attention)",
     "recurrent_gemma": f"{_OF_ITS_OWN} (RG-LRU)",
-    "zamba": _MAMBA_1,
+    "zamba": "attend by one block that several layers share, which reads the embedding as well",
     "zamba2": "attend by blocks that several layers share, each with another adapter",
 }
 """model_type -> why its recurrent layers, or the attention beside them, are not served."""
