@@ -434,7 +434,7 @@ def test_what_a_schema_lists_has_no_bad_word(asked: Any, left: Any) -> None:
         assert body.wanted_grammar() == plain.wanted_grammar()
 
 
-LONG: list[tuple[dict[str, Any], list[str]]] = [
+TOO_LARGE: list[tuple[dict[str, Any], list[str]]] = [
     ({"json": {"enum": ["y" * 20] * 40_000}}, [f"bad{number}" for number in range(500)]),
     ({"json": {"anyOf": [{"type": "string", "pattern": "^" + "(a|b)?" * 20 + "$"}] * 6_000}}, ["b"]),
     ({"json": {"anyOf": [{"type": "string", "pattern": "^" + "a" * 120 + "$"}] * 800}}, ["b"]),
@@ -445,7 +445,7 @@ LONG: list[tuple[dict[str, Any], list[str]]] = [
 
 
 def test_bad_words_and_grammars_too_large_to_be_compared_are_left_as_they_are() -> None:
-    for asked, words in LONG:
+    for asked, words in TOO_LARGE:
         plain = CompletionBody(prompt="x", structured_outputs=asked).wanted_grammar()
         begun = time.thread_time()
         found = without_bad_words(plain, words)
