@@ -15,7 +15,8 @@ int64_t up(int64_t width) { return (width + LANES - 1) / LANES * LANES; }
 struct Head {
     const Recurrence& r;
     int64_t head, rows, width, padded;  // the state is [rows, width], in memory [rows, padded]
-    std::vector<float> now, aside, first, second, made, rates;
+    std::vector<float> now, aside, first, second, made, padded_rates;
+    const float* rates = nullptr;  // of this head, [rows, padded]
 
     Head(const Recurrence& r, int64_t head) : r(r), head(head) {
         rows = r.rule == Rule::DELTA ? r.deep : r.wide;
@@ -27,9 +28,12 @@ struct Head {
         second.assign(padded, 0.0f);
         made.assign(padded, 0.0f);
         if (r.rule != Rule::CHANNELS) return;
-        rates.assign(rows * padded, 0.0f);
-        const float* from = r.rates + head * rows * width;
-        for (int64_t i = 0; i < rows; ++i) std::copy(from + i * width, from + (i + 1) * width, &rates[i * padded]);
+        rates = r.rates + head * rows * width;
+        if (padded == width) return;
+        padded_rates.assign(rows * padded, 0.0f);
+        for (int64_t i = 0; i < rows; ++i)
+            std::copy(rates + i * width, rates + (i + 1) * width, &padded_rates[i * padded]);
+        rates = padded_rates.data();
     }
 
     float* kept(int64_t slot, int64_t version) const {
@@ -119,7 +123,7 @@ struct Head {
             Lanes sum = zeros();
             for (int64_t n = 0; n < padded; n += LANES) {
                 float* place = state + p * padded + n;
-                const Lanes decay = exp(mul(step, load(&rates[p * padded + n])));
+                const Lanes decay = exp(mul(step, load(rates + p * padded + n)));
                 const Lanes grown = fma(into, load(&first[n]), mul(decay, load(place)));
                 store(place, grown);
                 sum = fma(load(&second[n]), grown, sum);

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from space_model.checkpoint.recurrent_layers import HYBRIDS, layer_states
 from space_model.model_error import UnsupportedModel
-from space_model.networks.recurrent.mixers import gated_delta_net, mamba, mamba2, short_convolution
+from space_model.networks.recurrent.mixers import decay_rates, gated_delta_net, mamba, mamba2, short_convolution
 from space_model.networks.transformers_network import CurrentStep, layers_return_tuples
 
 Mixer = Callable[[Any, Tensor, LayerMemory, StateStep], Tensor]
@@ -51,6 +51,8 @@ def attach(model: PreTrainedModel) -> None:
         if (mixer := MIXERS.get(type(module).__name__)) is not None:
             found.append(int(module.layer_idx))
             current.share_with(module)
+            if mixer is mamba:
+                module.register_buffer("rates", decay_rates(module), persistent=False)
             module.forward = MethodType(_stand_in(mixer), module)
     wanted = [number for number, state in enumerate(layer_states(model.config)) if state is not None]
     if sorted(found) != wanted:

@@ -87,6 +87,13 @@ def mamba2(module: Any, hidden: Tensor, memory: LayerMemory, step: StateStep) ->
     return made
 
 
+def decay_rates(module: Any) -> Tensor:
+    """Return A of a module of Mamba's first version, [channels, state size] float32, below zero: computed once, for it
+    has as many numbers as the state. `mamba` reads it as the module's buffer `rates`."""
+    rates: Tensor = -module.A_log.detach().float().exp()
+    return rates
+
+
 def mamba(module: Any, hidden: Tensor, memory: LayerMemory, step: StateStep) -> Tensor:
     """Stand in for a module of Mamba's first version (Jamba): [1, R, hidden] -> the same"""
     x, gate = module.in_proj(hidden).chunk(2, dim=-1)
@@ -105,7 +112,7 @@ def mamba(module: Any, hidden: Tensor, memory: LayerMemory, step: StateStep) -> 
         b[:, None],
         c[:, None],
         delta.reshape(-1, *channels),
-        -module.A_log.float().exp().reshape(*channels, size),
+        module.rates.view(*channels, size),
         memory.state,
         step,
     ).flatten(1)
