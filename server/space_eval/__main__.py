@@ -19,7 +19,7 @@ from space_eval.quality.options import add_quality
 class Evaluation:
     """A command."""
 
-    module: str  # whose `run` measures; it imports torch, so it is imported when the flags have been parsed
+    module: str  # has `run(options)`; imported after the flags are parsed, because it imports torch
     add_arguments: Callable[[argparse.ArgumentParser], None]
     summary: str
 

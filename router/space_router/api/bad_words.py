@@ -1,5 +1,6 @@
-"""Bad words in constrained outputs: a text that a grammar lists and that has one is not left to be spelled by other
-tokens than the banned ones."""
+"""`bad_words` beside a grammar: leave out the texts that the grammar lists and that have a bad word.
+
+The worker bans the tokens of a bad word. A grammar that allows the word would have it spelled by other tokens."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ import orjson
 from space_router.engine.request.request import Grammar
 from space_router.errors import InvalidRequest
 from space_router.text import written_numbers
-from space_router.text.schema_walk import target_of
+from space_router.text.schema_walk import LISTS_OF_SCHEMAS, NAMED_SCHEMAS, target_of
 
 _MOST_TEXTS, _MOST_LETTERS = 32, 128  # of a regular expression; one with more is left as it is
 _MOST_WORK = 2**16  # letters of a grammar times bad words: at most .2 s of the event loop on a slow machine
@@ -29,7 +30,7 @@ def without_bad_words(grammar: Grammar | None, words: Sequence[str] | None) -> G
     Where both are too large to be compared, the grammar is returned as it is, and only the tokens of the words as they
     are written stay banned. Raises InvalidRequest if no text is left.
     """
-    if grammar is None or (bad := pattern_of_words(words)) is None:
+    if grammar is None or (bad := _pattern_of(words)) is None:
         return grammar
     if len(grammar.source) * len(words or ()) > _MOST_WORK:
         return grammar
@@ -42,7 +43,9 @@ def without_bad_words(grammar: Grammar | None, words: Sequence[str] | None) -> G
 def _without(grammar: Grammar, bad: re.Pattern[str]) -> Grammar:
     if grammar.kind == "json_schema":
         schema = written_numbers.loads(grammar.source)
-        left = schema_without(schema, bad)
+        left = _Filter(bad, schema).of(schema)
+        if left is False:
+            raise _contradiction("every value that the schema allows")
         return grammar if left == schema else replace(grammar, source=written_numbers.as_bytes(left).decode())
     texts = orjson.loads(grammar.source) if grammar.kind == "choice" else None
     texts = _texts_of(grammar.source) if grammar.kind == "regex" else texts
@@ -54,19 +57,10 @@ def _without(grammar: Grammar, bad: re.Pattern[str]) -> Grammar:
     return grammar if len(kept) == len(texts) else Grammar("choice", orjson.dumps(kept).decode())
 
 
-def pattern_of_words(words: Sequence[str] | None) -> re.Pattern[str] | None:
+def _pattern_of(words: Sequence[str] | None) -> re.Pattern[str] | None:
     """Return what finds a bad word that is no part of a longer one; None: there are none."""
     found = [_as_word(stripped) for word in words or () if (stripped := word.strip())]
     return re.compile("|".join(found)) if found else None
-
-
-def schema_without(schema: Mapping[str, Any], bad: re.Pattern[str]) -> dict[str, Any]:
-    """Return a JSON schema without the constants and keys that have a bad word. Raises InvalidRequest if no value is
-    left."""
-    left = _Filter(bad, dict(schema)).of(schema)
-    if left is False:
-        raise _contradiction("every value that the schema allows")
-    return dict(left)
 
 
 def _contradiction(what: str) -> InvalidRequest:
@@ -82,11 +76,6 @@ def _as_word(text: str) -> str:
     return r"(?<!\w)" * bool(re.match(r"\w", text)) + re.escape(text) + r"(?!\w)" * bool(re.search(r"\w$", text))
 
 
-_SCHEMAS = ("items", "additionalProperties", "additionalItems")
-_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
-_NAMED = ("properties", "patternProperties", "$defs", "definitions")
-
-
 class _Filter:
     """Filters the schemas of one root, each once."""
 
@@ -100,18 +89,17 @@ class _Filter:
             return schema
         if id(schema) not in self._known:
             self._known[id(schema)] = schema  # what refers to itself is not empty for that
-            self._known[id(schema)] = self._filtered(dict(schema))
+            self._known[id(schema)] = self._filtered({**schema})
         return self._known[id(schema)]
 
-    def _filtered(self, schema: dict[str, Any]) -> Any:
-        left = {**schema}
-        for key in _SCHEMAS:
-            if key in left and not isinstance(left[key], list):
+    def _filtered(self, left: dict[str, Any]) -> Any:
+        for key in ("items", "additionalProperties", "additionalItems"):
+            if key in left:
                 left[key] = self.of(left[key])
-        for key in _LISTS:
+        for key in LISTS_OF_SCHEMAS:
             if isinstance(left.get(key), list):
                 left[key] = [self.of(one) for one in left[key]]
-        for key in _NAMED:
+        for key in NAMED_SCHEMAS:
             if isinstance(left.get(key), Mapping):
                 left[key] = {name: self.of(one) for name, one in left[key].items()}
         if isinstance(left.get("properties"), Mapping):

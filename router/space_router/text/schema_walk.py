@@ -7,6 +7,7 @@ from urllib.parse import unquote
 Node = dict[str, Any]
 
 LISTS_OF_SCHEMAS = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
+NAMED_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions")
 MOST_PARTS = 64  # that one schema is put together from; beyond them it stays as it is
 
 
@@ -37,9 +38,7 @@ def nodes_of(root: Node) -> Iterator[Node]:
         for key, value in node.items():
             if key in ("const", "enum", "default", "example", "examples"):
                 continue
-            inner = (
-                [value] if key not in ("properties", "patternProperties", "$defs", "definitions") else as_values(value)
-            )
+            inner = as_values(value) if key in NAMED_SCHEMAS else [value]
             inner = value if key in LISTS_OF_SCHEMAS and isinstance(value, list) else inner
             waiting += [one for one in inner if isinstance(one, dict)]
 

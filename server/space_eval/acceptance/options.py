@@ -122,9 +122,9 @@ def add_speed(parser: argparse.ArgumentParser) -> None:
 
 
 EQUIVALENCE = """\
-Every prompt is decoded plainly, alone, and then with k drafts per step, alone and in a batch whose sequences join one
-by one. Drafts come from the checkpoint's own masks, and from outside, right and wrong on purpose: a comparison in
-which nothing is ever accepted, or nothing refused, proves nothing, and fails.
+Decodes every prompt without drafts, alone, then with k drafts per step, alone and in a batch that sequences join one
+after another. Drafts come from the checkpoint's masks, or are given, right and wrong on purpose; a comparison without
+accepted or without rejected drafts fails.
 
   own     the masks' (a checkpoint without masks has none)      half    1 to k-1 right, then wrong
   oracle  the plain text itself                                 wrong   the first is wrong

@@ -100,7 +100,7 @@ def take_mixtures(left: MutableMapping[str, StoredWeight]) -> dict[str, tuple[St
 
 
 def odd_expert(names: Iterable[str], shape: Callable[[str], tuple[int, ...]]) -> str | None:
-    """Return an error text for the first expert weight whose shape differs from the other experts'; None if all agree.
+    """Return an error text if the weights of a layer's experts differ in shape, naming the first that does, or None.
 
     `shape`: returns a weight's shape by its name.
     """

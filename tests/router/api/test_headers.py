@@ -71,7 +71,7 @@ async def test_strict_servers_refuse_hosted_tools_and_fields_of_betas(start: Any
     async with start(REPLY, config=replace(ServeConfig(), compat="strict"), **room) as router:
         await router.refuses("/v1/responses", "tools", "web_search", input="Hi", tools=[{"type": "web_search"}])
         chat = {"messages": USER, "web_search_options": {}}
-        await router.refuses("/v1/chat/completions", "web_search_options", "hosts", **chat)
+        await router.refuses("/v1/chat/completions", "web_search_options", "hosted", **chat)
         hosted = [{"type": "web_search_20250305", "name": "web_search"}]
         for body in ({"tools": hosted}, {"brand_new": 1}):
             answer = await router.post("/v1/messages?beta=true", messages=USER, max_tokens=4, **body)

@@ -125,7 +125,7 @@ SAMPLINGS = {
 
 
 class Plain(dict[tuple[str, str], list[list[int]]]):
-    """Every text without speculation, by grammar and law; made when first asked for."""
+    """Every text without speculation, by grammar and sampling parameters, made at first use."""
 
     def __init__(self, byte_model: SpaceModel, grammars: Grammars) -> None:
         self._given = byte_model, grammars
@@ -188,7 +188,7 @@ CELLS = [
     for sampling_params in SAMPLINGS
     for k, kind in WAYS
     if (cell := (name, sampling_params, k, kind)) and (name not in BOUND or cell[1:] in FEW)
-    if sampling_params != "edited" or "DSML" not in GRAMMARS[name].source  # M is its bad word
+    if sampling_params != "edited" or "DSML" not in GRAMMARS[name].source  # it bans the letter M, which DSML needs
 ]
 
 

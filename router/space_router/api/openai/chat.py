@@ -15,6 +15,7 @@ from space_router.api.openai import fields
 from space_router.api.openai.answers import ChatCompletion, ChatEvent
 from space_router.api.openai.completions import common_parameters
 from space_router.api.openai.fields import CHAT_NEUTRAL, ChatBody, Message, Tool, ToolChoice
+from space_router.api.openai.response_tools import leave_out_hosted
 from space_router.api.openai.stream import OpenAIAnswer, chat_logprobs
 from space_router.api.openai.thinking import behind_thinking, template_variables, thinking_of
 from space_router.api.request_builder import GenerationPlan, PlannedChoice, PromptOptions, RequestBuilder
@@ -24,7 +25,6 @@ from space_router.engine.request.request import Grammar
 from space_router.errors import InvalidRequest
 from space_router.http_server.body import short_repr
 from space_router.http_server.responses import key_of
-from space_router.http_server.warnings import warn
 from space_router.text import tool_calls
 from space_router.text.chat_template import ChatTemplate, Habits, present
 from space_router.text.control_tokens import RenderedPrompt, render_as_data
@@ -390,14 +390,7 @@ def tools_of(builder: RequestBuilder, body: ChatBody) -> ToolUse:
                 code="unsupported_parameter",
             )
     if body.web_search_options is not None:
-        if builder.config.is_strict:
-            raise InvalidRequest(
-                "`web_search_options` is of a tool that OpenAI hosts; this server has none (`--compat strict`). Leave "
-                "it out.",
-                param="web_search_options",
-                code="unsupported_parameter",
-            )
-        warn("The hosted tool web_search of `web_search_options` was left out: this server has none of that kind.")
+        leave_out_hosted("web_search", "web_search_options", refuse=builder.config.is_strict)
     parallel = body.parallel_tool_calls is not False
     return tool_use(builder, body.tools or (), body.tool_choice, parallel=parallel, answer=body.wanted_grammar())
 

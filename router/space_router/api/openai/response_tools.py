@@ -157,6 +157,18 @@ def full_name(name: str, namespace: str | None) -> str:
     return name if namespace is None else f"{namespace}__{name}"
 
 
+def leave_out_hosted(kind: str, param: str, *, refuse: bool) -> None:
+    """Warn that a tool which OpenAI hosts is left out. Raises InvalidRequest with `refuse`. `param`: names it."""
+    if refuse:
+        raise InvalidRequest(
+            f"The tool {short_repr(kind)} is hosted by OpenAI; this server has none of that kind "
+            "(`--compat strict`). Leave it out.",
+            param=param,
+            code="unsupported_parameter",
+        )
+    warn(f"The hosted tool {kind} was left out: this server has none of that kind.")
+
+
 @dataclass(frozen=True)
 class KnownTool:
     """A tool as the client knows it."""
@@ -181,14 +193,7 @@ class ResponseTools:
         for tool in tools:
             match tool:
                 case HostedTool():
-                    if refuse_hosted:
-                        raise InvalidRequest(
-                            f"The tool {short_repr(tool.type)} is hosted by OpenAI; this server has none of that kind "
-                            "(`--compat strict`). Leave it out.",
-                            param="tools",
-                            code="unsupported_parameter",
-                        )
-                    warn(f"The hosted tool {tool.type} was left out: this server has none of that kind.")
+                    leave_out_hosted(tool.type, "tools", refuse=refuse_hosted)
                     continue
                 case NamespaceTool():
                     for inner in tool.tools:
