@@ -24,6 +24,7 @@ from space_model.free_memory import FreeMemory
 from space_model.model_error import ModelError
 from torch import nn
 from transformers import PreTrainedConfig
+from transformers.pytorch_utils import Conv1D
 
 from space_train.data.train_batch import TrainBatch
 from space_train.networks.losses import CHUNK, LOGITS_AT_ONCE
@@ -64,8 +65,8 @@ class ModelCost:
 
 def _active(module: nn.Module, config: PreTrainedConfig) -> int:
     """Return the number of weights that a row is multiplied with; of experts, only those it is routed to."""
-    if isinstance(module, nn.Linear):
-        return module.weight.numel()
+    if isinstance(module, nn.Linear | Conv1D):
+        return int(module.weight.numel())
     stacked = [p for p in module.parameters(recurse=False) if p.dim() == 3]  # [experts, out, in]
     chosen = int(getattr(config, "num_experts_per_tok", None) or 1)
     return sum(weight.numel() // len(weight) * min(chosen, len(weight)) for weight in stacked)

@@ -161,14 +161,15 @@ def test_a_model_that_is_not_there_is_named(chats: Path, tmp_path: Path, capsys:
     assert_refused(capsys, code, "There is no folder .*nowhere")
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "opt", "gpt_bigcode"])
-def test_a_model_of_another_kind_than_llama_is_named_before_data_and_weights_are_read(
+@pytest.mark.parametrize("kind", ["gpt_neo", "llama4_text"])
+def test_a_model_whose_layers_count_rows_is_named_before_data_and_weights_are_read(
     kind: str, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    sizes = {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 2, "vocab_size": 128}
+    sizes = {"num_hidden_layers": 2, "num_layers": 2, "attention_types": [[["global", "local"], 1]]}
+    sizes |= {"hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 128}
     AutoConfig.for_model(kind, **sizes, bos_token_id=0, eos_token_id=0, pad_token_id=0).save_pretrained(tmp_path)
     (tmp_path / "model.safetensors").hardlink_to(base / "model.safetensors")  # another's: nobody gets so far
-    words = f"type '{kind}' cannot be trained: .* has no list of `layers` right in its body"
+    words = f"type '{kind}' have layers that count rows, in chunks or windows, and cannot be trained"
     assert_refused(capsys, train(tmp_path, tmp_path / "no data", tmp_path / "out"), words)
 
 

@@ -70,6 +70,12 @@ class GatedLinear(nn.Module):
         self._deltas, self._gate = dict(deltas), gate
         self.loras: dict[int, GatedDelta] = {}
 
+    @property
+    def weight(self) -> Tensor:
+        """That of the linear, whose dtype Hunyuan's router asks for."""
+        weight: Tensor = self.linear.weight  # type: ignore[assignment]
+        return weight
+
     def forward(self, x: Tensor) -> Tensor:
         """[1, R, in] -> [1, R, out], or both without the first dimension (a linear that chooses experts)"""
         y: Tensor = self.linear(x)

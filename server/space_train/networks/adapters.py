@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from space_model.adapters import GatedLora
+from space_model.checkpoint.family import decoder_layers
 from space_model.networks.latent_heads import is_absorbed
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -25,6 +26,11 @@ class AdaptedLinear(nn.Module):
         self.linear, self.scale, self.gate = linear, scale, gate
         self.a = nn.Parameter(torch.zeros(rank, linear.in_features, device=linear.weight.device))
         self.b = nn.Parameter(torch.zeros(linear.out_features, rank, device=linear.weight.device))
+
+    @property
+    def weight(self) -> Tensor:
+        """W [out, in], whose dtype Hunyuan's router asks for."""
+        return self.linear.weight
 
     def forward(self, x: Tensor) -> Tensor:
         if self.gate.is_on and is_frozen_linear(self.linear):
@@ -90,15 +96,17 @@ class Adapters(nn.Module):
 
     def __init__(self, model: PreTrainedModel, *, rank: int, alpha: float, num_masks: int) -> None:
         """Put an adapter on every linear of the decoder layers of `model`, in place, but those that latent attention
-        (MLA) applies to queries instead of keys."""
+        (MLA) applies to queries instead of keys, and routers that are linears with more to do (Phi-MoE)."""
         super().__init__()
         self.gate, self.rank, self.alpha = Gate(), rank, alpha
         hidden, device = int(model.config.hidden_size), model.get_input_embeddings().weight.device
         self.mask_embeddings = nn.Parameter(torch.zeros(num_masks, hidden, device=device))
+        layers = f"{model.base_model_prefix}.{decoder_layers(model.base_model)[0]}."
         linears = {
             name: module
             for name, module in model.named_modules()
-            if isinstance(module, nn.Linear) and ".layers." in f".{name}" and not is_absorbed(model, name)
+            if isinstance(module, nn.Linear) and not hasattr(module, "top_k")
+            if name.startswith(layers) and not is_absorbed(model, name)
         }
         self._adapted: dict[str, AdaptedLinear] = {}
         for name, linear in linears.items():

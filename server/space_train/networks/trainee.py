@@ -8,6 +8,7 @@ Letters: `B` texts, `R` rows, `K` keys, `N` rows of a loss, `E` hidden size, `V`
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -47,16 +48,17 @@ class Decoder(nn.Module):
         if attention != config._attn_implementation:
             model.set_attn_implementation(attention)
         self.attention = attention
-        self._can_use_query_blocks = attention == "sdpa" and not compile
+        goes_by_name = getattr(model, "_supports_attention_backend", False)  # Falcon's layers compare it with "sdpa"
+        self._can_use_query_blocks = attention == "sdpa" and not compile and goes_by_name
         if self._can_use_query_blocks:  # computes as sdpa where a pass gives no query blocks
             model.set_attn_implementation(mask_attention.NAME)
         self._scale, self._softcap = family.head_scale(config), family.head_softcap(config)
-        self._windows = _windows(config)
+        self._windows = _windows(model)
         self._entering: Tensor | None = None  # first-layer inputs that replace the embeddings of the current pass
         if num_versions(config) > 1:  # all versions of a row are made of its embedding
             model.get_input_embeddings().register_forward_hook(self._embed)
         else:
-            model.base_model.layers[0].register_forward_pre_hook(self._enter, with_kwargs=True)
+            family.decoder_layers(model.base_model)[1][0].register_forward_pre_hook(self._enter, with_kwargs=True)
         body: Any = torch.compile(model.base_model, dynamic=False) if compile else model.base_model
         self._body: Callable[..., Any] = body.__call__  # not a submodule: the state would contain each weight twice
 
@@ -172,7 +174,7 @@ _UNUSED_MASK = torch.ones(1, 1, 1, 1, dtype=torch.bool)
 
 
 def check_is_trainable(model: PreTrainedModel) -> None:
-    """Raise UnsupportedModel if the body is not built like Llama's. Works on a meta model, without weights."""
+    """Raise UnsupportedModel if its rows cannot be put at free positions. Works on a meta model, without weights."""
     if layer_states(model.config):
         raise UnsupportedModel(
             f"Models of type {model.config.model_type!r} have recurrent layers and cannot be trained: training puts "
@@ -185,12 +187,14 @@ def check_is_trainable(model: PreTrainedModel) -> None:
             "puts mask rows at free positions of a text, and biases would count rows. Take a model with rotary "
             "positions, such as Llama, Mistral, Qwen, Gemma or Phi."
         )
-    if not isinstance(getattr(model.base_model, "layers", None), nn.ModuleList):
+    if family.is_chunked(model.config) or "local" in (getattr(model.config, "attention_layers", None) or ()):
         raise UnsupportedModel(
-            f"Models of type {model.config.model_type!r} cannot be trained: training puts rows at free positions, in "
-            f"decoders of the Llama kind, and {type(model.base_model).__name__} has no list of `layers` right in its "
-            "body. Take a model that has, such as Llama, Mistral, Qwen, Gemma or Phi."
+            f"Models of type {model.config.model_type!r} have layers that count rows, in chunks or windows, and cannot "
+            "be trained: training puts mask rows at free positions of a text. Take a model whose layers go by "
+            "positions, such as Llama, Mistral, Qwen, Gemma or Phi."
         )
+    family.name_base(model)
+    family.decoder_layers(model.base_model)
 
 
 def attention_for(model: PreTrainedModel, *, has_masks: bool = True) -> str:
@@ -217,15 +221,26 @@ def block_mask(visible: Tensor) -> BlockMask:
     return create_block_mask(sees, texts, None, rows, keys, device=str(visible.device))
 
 
-def _windows(config: Any) -> dict[str, int | None]:
+def _windows(model: PreTrainedModel) -> dict[str, int | None]:
     """Return the attention window of each layer type; empty if all layers have full attention."""
+    config, base = model.config, model.base_model
     kinds = set(getattr(config, "layer_types", None) or ())
-    window = getattr(config, "sliding_window", None)
+    window = getattr(config, "sliding_window", None) if _has_windows(base) else None
     if "sliding_attention" in kinds and window:
         return {kind: window if kind == "sliding_attention" else None for kind in (*kinds, "full_attention")}
     if window and not kinds and getattr(config, "use_sliding_window", True):
         return {"sliding_attention": int(window)}
     return {}
+
+
+def _has_windows(base: PreTrainedModel) -> bool:
+    """Return whether the family's code makes masks with windows, whatever its config names: that of Moshi and of the
+    mixtures of Qwen3-VL and Qwen3-Omni names one, and their layers see all tokens."""
+    if not hasattr(sys.modules[type(base).__module__], "create_sliding_window_causal_mask"):
+        return False
+    _, layers = family.decoder_layers(base)
+    spans = [module.sliding_window for module in layers.modules() if hasattr(module, "sliding_window")]
+    return not spans or any(spans)
 
 
 OBJECTIVES = {
@@ -248,6 +263,7 @@ class Trainee(nn.Module):
         `draft_ids` [D] int64: the draft vocabulary of the recurrent head; None: the whole vocabulary."""
         super().__init__()
         self.plan, self.mask_ids = plan, mask_ids
+        family.name_base(model)
         model.requires_grad_(plan.trains_base)
         if not plan.trains_base and not plan.compile and model.device.type == "cpu":
             replace_frozen_layers(model)

@@ -23,6 +23,7 @@ from space_model.checkpoint.checkpoint import (
     TEXT_CONFIGS,
     Checkpoint,
 )
+from space_model.checkpoint.family import decoder_layers
 from space_model.checkpoint.quantized_formats import BlockFp8, read_format
 from space_model.checkpoint.space_section import DraftHeadSection, SpaceSection
 from space_model.heads import BaseSpec
@@ -260,7 +261,7 @@ def input_scale(model: PreTrainedModel) -> float:
         entered.append(rows[0] if rows else keywords["hidden_states"])
         raise _Entered
 
-    hook = model.base_model.layers[0].register_forward_pre_hook(stop, with_kwargs=True)
+    hook = decoder_layers(model.base_model)[1][0].register_forward_pre_hook(stop, with_kwargs=True)
     try:
         with torch.no_grad(), contextlib.suppress(_Entered):
             model.base_model(input_ids=longest.view(1, 1), use_cache=False)

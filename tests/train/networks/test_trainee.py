@@ -284,7 +284,7 @@ def test_a_compiled_body_gets_its_own_inputs(folder_of: Callable[[str], Path], m
 
 
 FAMILIES = ["llama", "mistral", "qwen3", "gemma2", "gemma3", "granite", "cohere2", "phi3", "qwen3_moe", "deepseek_v2"]
-FAMILIES += ["gemma4", "mimo_v2_flash", "gemma3n", "xglm"]
+FAMILIES += ["gemma4", "mimo_v2_flash", "gemma3n", "xglm", "falcon"]
 LENGTH = 40  # beyond the window of 24 that some families have
 NUM_MASKS, MASK_IDS = 3, [4, 5, 6]
 ANCHORS = [[(1, 3), (9, 2), (30, 3), (38, 1)], [(2, 3), (20, 3), (31, 1), (36, 2)]]
