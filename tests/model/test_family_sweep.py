@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import transformers
-from family_sweep import EQUAL, TRIED_ON_GPU, FamilyResult, families, sweep, to_page
+from family_sweep import AS_TRAINED, EQUAL, TRIED_ON_GPU, FamilyResult, families, sweep, to_page
 from gpu.ties import FAMILIES as ON_A_GPU
 from tiny_checkpoints import FAMILIES
 
@@ -35,6 +35,16 @@ def test_no_family_is_served_wrong_and_none_is_refused_in_the_words_of_a_traceba
     assert {one.model_type for one in served} >= {str(fields["model_type"]) for fields in FAMILIES.values()}
     assert len(served) > 150
     assert len(refused) > 60
+
+
+@pytest.mark.timeout(900)
+def test_what_is_trained_learns_and_is_served_as_it_was_trained(results: list[FamilyResult]) -> None:
+    served = [one for one in results if one.cpu == "served"]
+    assert [one.model_type for one in served if "masks" not in one.drafts.sources] == []
+    trained = [one for one in served if one.drafts.trained]
+    assert [one for one in trained if one.drafts.unlearned or not one.drafts.difference < AS_TRAINED] == []
+    assert [one for one in served if bool(one.drafts.trained) == bool(one.drafts.reason)] == []
+    assert len(trained) > 140
 
 
 @pytest.mark.timeout(900)

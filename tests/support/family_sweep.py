@@ -15,13 +15,14 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 import transformers
+from family_drafts import DraftTrial, try_drafts
 from published_models import CONFIGS as PUBLISHED
 from published_models import DENSE, write_published
 from quantized_testing import KINDS, MXFP4_EXPERTS
@@ -159,6 +160,7 @@ class FamilyResult:
     reason: str = ""  # why it is refused or could not be tried
     difference: float = 0.0  # largest difference of logits from transformers', relative to the largest logit
     exact: bool = True  # a prompt in chunks gives the same bits as a whole one
+    drafts: DraftTrial = field(default_factory=DraftTrial)
 
 
 def families() -> dict[str, str]:
@@ -232,7 +234,7 @@ def _sweep(model_type: str, name: str, folder: Path) -> FamilyResult:
             return FamilyResult(model_type, name, "refused", "refused", usual)
         return FamilyResult(model_type, name, "untried", "untried", _short(error))
     try:
-        model = load_model(folder, dtype="float32")
+        model, drafts = try_drafts(model_type, folder)
     except ModelError as error:
         reason = _impersonal(str(error), model_type, folder)
         try:
@@ -243,7 +245,8 @@ def _sweep(model_type: str, name: str, folder: Path) -> FamilyResult:
             return FamilyResult(model_type, name, "refused", "refused", reason)
         difference, _ = _compare(model, model_type, folder)
         return FamilyResult(model_type, name, "refused", "served", reason, difference)
-    return FamilyResult(model_type, name, "served", "served", usual or "", *_compare(model, model_type, folder))
+    difference, exact = _compare(model, model_type, folder)
+    return FamilyResult(model_type, name, "served", "served", usual or "", difference, exact, drafts)
 
 
 def refused_by_config(model_type: str) -> str | None:
@@ -350,6 +353,9 @@ EQUAL = 1e-5
 """Relative to the largest logit, in float32: rounding over all layers, and two orders of magnitude below a real fault.
 """
 
+AS_TRAINED = 1e-4
+"""Relative to the largest number of a mask row; scaled residuals and experts round more than logits do."""
+
 ONLY_WITH = dict.fromkeys((*_LATENT, "kimi_k25", "mistral4"), "latent attention (MLA); GPU: by torch's attention") | {
     "mimo_v2_flash": "values of another size than keys; GPU: by torch's attention",
     **dict.fromkeys(("bloom", "mpt"), "GPU: with `--attention torch`"),
@@ -398,18 +404,30 @@ def to_page(results: Sequence[FamilyResult]) -> str:
         "transformers in float32, but for rounding; in chunks they have the same bits. *Computed*: equal with the "
         "networks that a GPU runs, on a CPU; no GPU has tried this family. *Tried*: on a GPU, too. Of a model that "
         "also sees or hears, the text part is served, as the whole model computes text alone; images, audio and video "
-        "in a request are refused with status 400. `spaceserve train` leaves the text part alone, too, and "
+        "in a request are refused with status 400. `spaceserve train` trains and writes the text part alone, and "
         "`spaceserve convert` refuses such checkpoints.",
         "",
-        "| `model_type` | in transformers | CPU | GPU | remark |",
-        "|---|---|---|---|---|",
+        "Every family drafts by lookup in its text, by `prediction` and, on a CPU, by a smaller model "
+        "(`--draft-model`). *Drafts* says what else it has: *masks*, with ids of their own or in gated adapters, and "
+        "the draft heads that correct them; on a CPU also a head of `--draft-head` (*EAGLE-3*), which reads the inputs "
+        "of its layers, and the checkpoint's own layer for multi-token prediction (*MTP*, `--draft-model mtp`). "
+        "*Training* says what `spaceserve train` was seen to learn there with a frozen base: an update gives each of "
+        "these weights a gradient, and the server computes from them the mask rows that training does. What is not "
+        "trained is refused before anything is written, [with the reason](#not-trained).",
+        "",
+        "| `model_type` | in transformers | CPU | GPU | drafts | training | remark |",
+        "|---|---|---|---|---|---|---|",
     ]
+    untrained: dict[str, list[str]] = {}
     for one in served:
         gpu = "tried" if one.model_type in TRIED_ON_GPU else "computed"
         cpu = ("equal" if one.difference < EQUAL else "differs") if one.cpu == "served" else "refused"
         reason = f"{'CPU' if one.cpu == 'refused' else 'usual checkpoints'}: {one.reason}" if one.reason else ""
         remark = " ".join(part for part in (reason, ONLY_WITH.get(one.model_type)) if part)
-        lines.append(f"| `{one.model_type}` | {one.model_class} | {cpu} | {gpu} | {remark} |")
+        if one.drafts.reason:
+            untrained.setdefault(_impersonal(one.drafts.reason, one.model_type, None), []).append(one.model_type)
+        found = f"{', '.join(one.drafts.sources)} | {', '.join(one.drafts.trained) or 'no'}"
+        lines.append(f"| `{one.model_type}` | {one.model_class} | {cpu} | {gpu} | {found} | {remark} |")
     shared = ", ".join(f"`{name}`" for name in sorted(SHARED_AMONG_RANKS))
     architectures = ", ".join(f"`{name}`" for name in GGUF_FAMILIES)
     lines += [
@@ -431,6 +449,12 @@ def to_page(results: Sequence[FamilyResult]) -> str:
         "| `model_type` | as in | served as | CPU |",
         "|---|---|---|---|",
         *_published(),
+        "",
+        "### Not trained",
+        "",
+        "| reason | `model_type` |",
+        "|---|---|",
+        *(f"| {reason} | {', '.join(f'`{kind}`' for kind in kinds)} |" for reason, kinds in sorted(untrained.items())),
         "",
         "## Formats",
         "",
@@ -515,4 +539,5 @@ def _in_cell(pattern: str) -> str:
 
 
 if __name__ == "__main__":
+    torch.set_num_threads(1)
     sys.stdout.write(to_page(sweep_all()))
