@@ -58,7 +58,8 @@ Without data: with --own-data the model writes all texts, over a frozen base (ga
 behind its chat template's header and answers them; other prompts are topics of ours, and signatures and docstrings of
 the installed Python packages. A model without a chat template goes on with code, with docstrings, and from the start
 of a text. Left out are duplicates, loops, empty answers and user turns without an end; answers that are cut at
---self-generate-tokens are kept. OUT keeps prompts and texts: a run that was killed goes on with the same ones.
+--self-generate-tokens are kept. OUT keeps prompts and texts: a run that was killed goes on with the same ones. With
+--minutes, writing ends when half of them are used: texts that have begun are then kept as far as they go.
 
 Figures, on held-out records: mask_1 … mask_k, head_1 … head_k are the share of places at which draft 1 … k, without
 and with the draft head, is the model's own most likely token, given that the drafts before it are right;
@@ -87,7 +88,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument_group("what").add_argument
-    add("--model", required=True, help="folder or hub id of the model, or demo")
+    add("--model", required=True, help="folder, GGUF file or hub id of the model; smollm2 or demo")
     add("--data", nargs="+", help="file, folder or dataset id; several are put together")
     add(
         "--own-data",
@@ -123,7 +124,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument_group("how long (the first that is used up; default: 2 epochs)").add_argument
     add("--epochs", type=float, help="rounds through the data; its own texts beside it do not count")
     add("--steps", type=int, help="updates")
-    add("--minutes", type=float, help="of this command: its start, own texts, evaluations and saves count")
+    add("--minutes", type=float, help="of this command: start, own texts (at most half), evaluations and saves count")
     add("--tokens", type=float, help="real tokens read, masks not counted (1e7 is fine)")
     add("--flops", type=float, help="operations of the model, over all rows; its own texts count")
 

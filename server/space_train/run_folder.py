@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
@@ -40,8 +41,51 @@ def holds_state(out: Path) -> bool:
     return (out / STATE_FILE).is_file()
 
 
+class FolderLock:
+    """Keeps two processes from training in one folder. The lock is on the folder itself, and leaves no file.
+
+    with FolderLock(out) as lock:
+        lock.take()   # raises InvalidPlan where another process has it; nothing is done without a folder
+    """
+
+    def __init__(self, out: Path) -> None:
+        self._out = out
+        self._descriptor: int | None = None
+
+    def __enter__(self) -> FolderLock:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def take(self) -> None:
+        """Take the lock if it is not held and the folder exists. Raises InvalidPlan if another process has it."""
+        if self._descriptor is not None or not self._out.is_dir():
+            return
+        descriptor = os.open(self._out, os.O_RDONLY)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(descriptor)
+            raise InvalidPlan(
+                f"Another process is training in {self._out}: wait until it has ended, or give another --out."
+            ) from None
+        except OSError:  # some network file systems have no such locks
+            os.close(descriptor)
+            return
+        self._descriptor = descriptor
+
+
 def check_may_write(out: Path, checkpoint: Checkpoint) -> None:
-    """Raise InvalidPlan if `out/model` is the model to train, or was not written by a run."""
+    """Raise InvalidPlan if `out` is no folder that can be written, or `out/model` is the model to train or was not
+    written by a run."""
+    place = next(place for place in (out, *out.absolute().parents) if place.exists())
+    if not place.is_dir():
+        raise InvalidPlan(f"--out {out}: {place} is a file, not a folder. Give another --out.")
+    if not os.access(place, os.W_OK | os.X_OK):
+        raise InvalidPlan(f"--out {out}: {place} cannot be written. Give another --out, or change its permissions.")
     model = out / MODEL
     # Weights and adapter may be in different folders.
     if any(place.resolve().is_relative_to(model.resolve()) for place in (checkpoint.home, checkpoint.folder)):

@@ -36,6 +36,7 @@ from space_train.networks.trainee import check_is_trainable
 from space_train.reports import write_report
 from space_train.run_folder import (
     LEDGER,
+    FolderLock,
     check_goes_on,
     check_may_write,
     forget,
@@ -62,11 +63,17 @@ PATIENCE = timedelta(days=7)  # how long the other processes wait while the firs
 def run_session(options: argparse.Namespace, plan: TrainPlan, *, started: float | None = None) -> TrainResult:
     """Read model and data, train, write `out/model` and the report. `started`: when the command was given, on
     `time.monotonic`; None: now."""
-    started = time.monotonic() if started is None else started
+    with FolderLock(options.out) as lock:
+        return _run_locked(options, plan, time.monotonic() if started is None else started, lock)
+
+
+def _run_locked(options: argparse.Namespace, plan: TrainPlan, started: float, lock: FolderLock) -> TrainResult:
     processes = PartialState(on_cpu(), timeout=PATIENCE)
     checkpoint = Checkpoint.open(options.model)
     out: Path = options.out
     check_may_write(out, checkpoint)
+    if processes.is_main_process:
+        lock.take()
     check_can_start_from(checkpoint, plan)
     if options.mask_ids and plan.method is not Method.FULL:
         raise InvalidPlan(f"Method {plan.method} gives no ids to masks: leave --mask-ids out.")
@@ -90,7 +97,9 @@ def run_session(options: argparse.Namespace, plan: TrainPlan, *, started: float 
         check_given_ids(options.mask_ids, plan.num_masks, vocab_size, tokenizer_size(tokenizer))
     section = checkpoint.config.get("space") or {}
     fill = pad_id(tokenizer, vocab_size)
-    settings = TextSettings(options, checkpoint, tokenizer, vocab_size, fill, processes.is_main_process, plan.length)
+    settings = TextSettings(
+        options, checkpoint, tokenizer, vocab_size, fill, processes.is_main_process, plan.length, started
+    )
     texts = text_source(settings, plan, options.mask_ids or section.get("mask_token_ids") or ())
     # The server must use the chat template of the training data.
     has_own = texts.template is not None and (options.template or not tokenizer.chat_template)
@@ -103,19 +112,21 @@ def run_session(options: argparse.Namespace, plan: TrainPlan, *, started: float 
     chosen = options.accumulate is not None
     if not chosen and not options.restart and (parts := kept_parts(out)):  # so that a resumed run computes the same
         plan, chosen = replace(plan, accumulate=parts), True
-    plan, note = in_memory(plan, checkpoint, processes.num_processes, is_chosen=chosen, resumes=holds_state(out))
-    if note and processes.is_main_process:
-        print(note, file=sys.stderr, flush=True)
     inputs = inputs_of(plan, checkpoint) | texts.inputs()
     if options.mask_ids:
         inputs["mask ids"] = (options.mask_ids * plan.num_masks)[: plan.num_masks]
     if not options.restart:
-        check_goes_on(out, inputs)
+        check_goes_on(out, inputs)  # before memory, whose cure is of no use to another run
+    plan, note = in_memory(plan, checkpoint, processes.num_processes, is_chosen=chosen, resumes=holds_state(out))
+    if note and processes.is_main_process:
+        print(note, file=sys.stderr, flush=True)
     if processes.is_main_process:
         with torch.device("meta"):
             check_disk(out, checkpoint, meta, plan, getattr(torch, options.weights))
     model = load_base(checkpoint, plan)
     out.mkdir(parents=True, exist_ok=True)
+    if processes.is_main_process:
+        lock.take()
     if options.restart and processes.is_main_process:
         forget(out, but=texts.keeps())
     processes.wait_for_everyone()

@@ -23,7 +23,7 @@ from space_train.data.records import NothingToLearn
 from space_train.data.rows import PackedExamples, RowStream, with_own_texts
 from space_train.estimate import shape_of
 from space_train.run_folder import LEDGER, OWN_FILES, OWN_TEXT_FILE, holds_state
-from space_train.self_generation.own_cost import OwnCost
+from space_train.self_generation.own_cost import MOST_WRITING_SHARE, OwnCost
 from space_train.self_generation.own_data import USER_TOKENS, OwnData, OwnDataRecipe, kept_prompts
 from space_train.self_generation.prompts import PromptMaker
 from space_train.self_generation.self_generate import forget_others, own_examples, prompts_of, write_own_texts
@@ -42,6 +42,7 @@ class TextSettings:
     pad_id: int
     is_main_process: bool
     length: int  # ids of a row
+    started: float  # when the command was given, on `time.monotonic`
 
     @property
     def out(self) -> Path:
@@ -53,6 +54,18 @@ class TextSettings:
         """Most ids of a text that the model writes; where none are given, its prompt has as much room."""
         given: int | None = self.options.self_generate_tokens
         return min(MOST_OWN_TOKENS, self.length // 2) if given is None else given
+
+    def writing_ends(self, plan: TrainPlan, ledger: Ledger) -> float | None:
+        """Return when the writing of texts ends, on `time.monotonic`; None: with the last of them."""
+        minutes = plan.budget.minutes
+        if minutes is None or holds_state(self.out):
+            return None
+        return self.started + MOST_WRITING_SHARE * 60 * minutes - ledger.read()["seconds"]
+
+    @property
+    def has_texts(self) -> bool:
+        """Whether the folder holds the texts that a saved run was built from. They are not added to."""
+        return holds_state(self.out) and (self.out / OWN_TEXT_FILE).exists()
 
     def longest_prompt(self, plan: TrainPlan) -> int:
         """Return the most ids of a prompt of such a text. Raises InvalidPlan where none is left."""
@@ -153,7 +166,7 @@ class DataTextSource:
         return (OWN_TEXT_FILE, LEDGER) if self._prompts else ()
 
     def write(self, plan: TrainPlan) -> None:
-        if not self._prompts:
+        if not self._prompts or self._settings.has_texts:
             return
         home, file, ledger = (
             self._settings.checkpoint.home,
@@ -162,8 +175,15 @@ class DataTextSource:
         )
         if self._settings.options.restart:
             ledger.scale(forget_others(home, self._prompts, max_tokens=self._settings.max_tokens, file=file))
-        written = write_own_texts(home, self._prompts, max_tokens=self._settings.max_tokens, file=file)
+        until = self._settings.writing_ends(plan, ledger)
+        written = write_own_texts(home, self._prompts, max_tokens=self._settings.max_tokens, file=file, until=until)
         ledger.add(written.counts.num_rows, written.seconds)
+        num_whole = sum(not text.is_unfinished for text in written.texts)
+        if num_whole < len(self._prompts):
+            self._settings.say(
+                f"own texts: half of --minutes is used: {num_whole:,} of {len(self._prompts):,} are written and "
+                f"{len(written.texts) - num_whole:,} are cut."
+            )
 
     def streams(self, plan: TrainPlan) -> tuple[list[RowStream], list[Example]]:
         if not self._prompts:
@@ -218,8 +238,9 @@ class OwnTextSource:
         return OWN_FILES
 
     def write(self, plan: TrainPlan) -> None:
-        if not holds_state(self._settings.out):  # else they are written
-            self._settings.say(f"{self._cost.describe(plan, self.num_written)}.")
+        if self._settings.has_texts:
+            return
+        self._settings.say(f"{self._cost.describe(plan, self.num_written)}.")
         ledger = Ledger(self._settings.out / LEDGER)
         if self._settings.options.restart:
             ledger.scale(self._data.forget_others(self._settings.checkpoint))
@@ -227,7 +248,8 @@ class OwnTextSource:
         longest = max(len(prompt.ids) for prompt in self._data.prompts) + USER_TOKENS + self._settings.max_tokens
         free = FreeMemory.on(torch.device("cpu" if on_cpu() else "cuda")).num_bytes
         worker = self._cost.worker_settings(self.num_written, longest, free)
-        for rows, seconds in self._data.write(self._settings.checkpoint, **worker):
+        until = self._settings.writing_ends(plan, ledger)
+        for rows, seconds in self._data.write(self._settings.checkpoint, until, **worker):
             ledger.add(rows, seconds)
 
     def streams(self, plan: TrainPlan) -> tuple[list[RowStream], list[Example]]:

@@ -10,6 +10,7 @@ from doubles.train_command import train, write_records
 from space_train.data.examples import Example
 from space_train.data.rows import PackedExamples
 from space_train.data.train_batch import Texts, _places
+from space_train.run_folder import FolderLock
 from space_train.self_generation.self_generate import OwnText, OwnTexts, ScribeCounts
 
 OWN = "--self-generate 3 --self-generate-tokens 8 --own-share 0.5"
@@ -25,7 +26,7 @@ def written(monkeypatch: pytest.MonkeyPatch) -> list[list[list[int]]]:
     """Replace the worker by a writer that appends the texts that the file lacks; yields the prompts of each call."""
     calls: list[list[list[int]]] = []
 
-    def write(checkpoint: Any, prompts: list[list[int]], *, max_tokens: int, file: Path) -> OwnTexts:
+    def write(checkpoint: Any, prompts: list[list[int]], *, max_tokens: int, file: Path, **_: Any) -> OwnTexts:
         calls.append(prompts)
         recipe = {"model": "m", "max_tokens": max_tokens, "eos_stops": True, "banned_ids": []}
         texts = [OwnText(tuple(p), (20, 21, 22), (0.0, 0.7, 1.0)[n % 3], n) for n, p in enumerate(prompts)]
@@ -103,6 +104,47 @@ def test_a_refused_restart_forgets_nothing(data: str, flags: str, base: Path, tm
     (tmp_path / ".jsonl").write_text("")
     assert train(base, tmp_path / f"{data}.jsonl", out, f"{flags} --restart") == 2
     assert files_of(out) == before
+
+
+def test_another_run_is_named_before_its_memory(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The cure for the memory, which keeps the run, would be of no use."""
+    cat, out = chats(tmp_path / "cat.jsonl", "cat"), tmp_path / "out"
+    assert train(base, cat, out) == 0
+    monkeypatch.setattr("space_train.session.in_memory", lambda *_, **__: pytest.fail("memory is estimated"))
+    assert train(base, cat, out, "--seed 1") == 2
+    assert "seed = 0; this one has 1" in capsys.readouterr().err
+
+
+def test_a_folder_that_another_process_trains_in_is_refused(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cat, out = chats(tmp_path / "cat.jsonl", "cat"), tmp_path / "out"
+    assert train(base, cat, out) == 0
+    before = files_of(out)
+    with FolderLock(out) as lock:
+        lock.take()
+        for flags in ("", "--restart", "--steps 4"):
+            assert train(base, cat, out, flags) == 2
+            assert f"Another process is training in {out}" in capsys.readouterr().err
+    assert files_of(out) == before
+    assert train(base, cat, out, "--steps 4") == 0
+
+
+@pytest.mark.parametrize("place", ["file", "file/below", "closed/run"])
+def test_a_place_that_cannot_be_written_is_named_before_the_model_is_read(
+    place: str, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "closed").mkdir()
+    monkeypatch.setattr("space_train.run_folder.os.access", lambda path, _: Path(path).name != "closed")
+    monkeypatch.setattr("space_train.session.load_base", lambda *_: pytest.fail("the model is read"))
+    assert train(base, chats(tmp_path / "cat.jsonl", "cat"), tmp_path / place) == 2
+    said = capsys.readouterr().err
+    named = "closed cannot be written" if "closed" in place else "file is a file, not a folder"
+    assert named in said
+    assert "Give another --out" in said
 
 
 def test_a_refused_command_makes_no_folder(base: Path, tmp_path: Path) -> None:

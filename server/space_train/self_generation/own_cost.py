@@ -16,6 +16,9 @@ from space_train.train_plan import TrainPlan
 DEFAULT_TEXTS, FEWEST_TEXTS, MOST_TEXTS = 2000, 64, 100_000
 OWN_SHARE = 1 / 3
 """Share of a budget in minutes or operations that goes into writing the texts, if their number is not given."""
+MOST_WRITING_SHARE, FEWEST_IN_TIME = 1 / 2, 8
+"""Writing ends when this share of the minutes is used: a machine that other programs slow down trains on fewer texts.
+The fewest texts that a budget in minutes asks for, since what it does not pay for is not written anyway."""
 
 PROMPT_IDS, TURN_IDS, FILLED = 90, 40, 0.75
 """Ids of a prompt and of a user's turn, and the share of an answer's most ids that is written: means of SmolLM2."""
@@ -58,15 +61,17 @@ class OwnCost:
         """Return how many texts to write within the budget of `plan`: OWN_SHARE of its minutes or operations, and no
         more than its updates read MOST_OWN_ROUNDS times."""
         budget, ids = plan.budget, PROMPT_IDS + FILLED * self.max_tokens
-        limits = list[float]()
+        limits, in_time = list[float](), math.inf
         if budget.minutes is not None and self.seconds_per_text is not None:
-            limits.append(OWN_SHARE * 60 * budget.minutes / self.seconds_per_text)
+            in_time = max(FEWEST_IN_TIME, OWN_SHARE * 60 * budget.minutes / self.seconds_per_text)
         if budget.flops is not None and self.shape is not None:
             limits.append(OWN_SHARE * budget.flops / (ids * 2 * self.shape.num_parameters))
         for tokens in (budget.tokens, budget.steps and budget.steps * plan.rows_per_step * plan.length):
             if tokens is not None:
                 limits.append(tokens / (ids * MOST_OWN_ROUNDS))
-        return int(max(FEWEST_TEXTS, min([*limits, MOST_TEXTS]))) if limits else DEFAULT_TEXTS
+        if not limits and in_time == math.inf:
+            return DEFAULT_TEXTS
+        return int(min(in_time, max(FEWEST_TEXTS, min([*limits, MOST_TEXTS]))))
 
     def training_seconds(self, plan: TrainPlan, count: int) -> float | None:
         """Return the seconds of the updates of `plan` on `count` texts, without limits in minutes."""
@@ -91,8 +96,16 @@ class OwnCost:
         if one is None or training is None:
             return f"{line}; this kind of model is not estimated"
         writing, minutes = count * one, plan.budget.minutes
-        if minutes is not None:
-            training = max(0.0, min(training, 60 * minutes - writing))
+        if minutes is None:
+            return f"{line} take about {duration(writing)}, training on them {duration(training)}"
+        most = MOST_WRITING_SHARE * 60 * minutes
+        if writing > most:
+            training = min(training, 60 * minutes - most)
+            return (
+                f"{line} would take about {duration(writing)}. Writing ends at half of --minutes, after "
+                f"{duration(most)}; training takes {duration(training)}"
+            )
+        training = min(training, 60 * minutes - writing)
         return f"{line} take about {duration(writing)}, training on them {duration(training)}"
 
     def worker_settings(self, count: int, longest: int, free_bytes: int) -> dict[str, object]:

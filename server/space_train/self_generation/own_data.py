@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -98,14 +99,18 @@ class OwnData:
         answers = replace(turns, max_tokens=self.recipe.max_tokens)
         return keep_asked(self.out / OWN_TEXT_FILE, answers, frozenset(self.questions()))
 
-    def write(self, checkpoint: Checkpoint, **worker: Any) -> Iterator[tuple[int, float]]:
-        """Write the user turns, then the answers; yield rows and seconds of each. `worker`: settings of the worker."""
+    def write(self, checkpoint: Checkpoint, until: float | None = None, **worker: Any) -> Iterator[tuple[int, float]]:
+        """Write the user turns, then the answers; yield rows and seconds of each. `until`: when writing ends, on
+        `time.monotonic`, and that of user turns in half of the time to it. `worker`: settings of the worker."""
         turns = (OWN_USER_TURNS, USER_TOKENS, "user turns")
         answers = (OWN_TEXT_FILE, self.recipe.max_tokens, "own texts")
         for name, most, what in (turns, answers):
             if asked := self._user_questions if name == OWN_USER_TURNS else self.questions():
                 file = self.out / name
-                found = write_asked(checkpoint.home, asked, max_tokens=most, file=file, what=what, **worker)
+                ends = until
+                if until is not None and name == OWN_USER_TURNS:
+                    ends = (time.monotonic() + until) / 2
+                found = write_asked(checkpoint.home, asked, max_tokens=most, file=file, what=what, until=ends, **worker)
                 yield found.counts.num_rows, found.seconds
 
     @property
@@ -128,16 +133,19 @@ class OwnData:
         """Return the answers that pass the filters, with their prompts as context, and a line on them. An answer
         without an end is kept: it is text of the model as far as it goes, and no end is learnt from it. Raises
         OwnTextError if none passes."""
-        dropped, num_cut = Counter[str](), 0
+        dropped, num_cut, num_unfinished = Counter[str](), 0, 0
         asked, found, seen = frozenset(self._questions(dropped)), list[Example](), set[tuple[int, ...]]()
-        for text in read_own_texts(self.out / OWN_TEXT_FILE):
-            if text.question not in asked:
-                continue
+        file = self.out / OWN_TEXT_FILE
+        texts = [text for text in read_own_texts(file) if text.question in asked] if file.exists() else []
+        if missing := len(asked) - len(texts):
+            dropped["answers not begun in time"] = missing
+        for text in texts:
             if reason := self._fault(text, seen):
                 dropped[f"answers {reason}"] += 1
                 continue
             seen.add(text.output)
-            num_cut += text.output[-1] not in self.end_ids
+            num_unfinished += text.is_unfinished
+            num_cut += text.output[-1] not in self.end_ids and not text.is_unfinished
             learned = [False] * len(text.prompt) + [True] * len(text.output)
             found.append(Example([*text.prompt, *text.output], learned))
         left_out = ", ".join(f"{count:,} {reason}" for reason, count in sorted(dropped.items())) or "none"
@@ -147,8 +155,8 @@ class OwnData:
         num_ids = sum(example.num_learned for example in found)
         return found, (
             f"own data: {len(self.prompts):,} prompts ({', '.join(f'{n:,} {kind}' for kind, n in kinds.items())}) gave "
-            f"{len(found):,} texts of {num_ids:,} ids, {num_cut:,} of them cut at {self.recipe.max_tokens}; "
-            f"left out: {left_out}"
+            f"{len(found):,} texts of {num_ids:,} ids, {num_cut:,} of them cut at {self.recipe.max_tokens}"
+            f"{f' and {num_unfinished:,} by the time' if num_unfinished else ''}; left out: {left_out}"
         )
 
     def _usable_turns(

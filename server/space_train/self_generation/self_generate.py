@@ -17,7 +17,7 @@ import sys
 import time
 from collections import Counter, deque
 from collections.abc import Collection, Container, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,7 @@ class OwnText:
     output: tuple[int, ...]
     temperature: float
     seed: int
+    is_unfinished: bool = False  # the time for writing ended before the text did
 
     @property
     def question(self) -> Question:
@@ -108,7 +109,10 @@ class OwnTextFile:
         """Append one line. Raises OwnTextError if the disk is full."""
         if self._stream is None:
             raise RuntimeError("OwnTextFile.append is called outside its `with` block")
-        line = json.dumps(asdict(text) | self._recipe, separators=(",", ":")).encode() + b"\n"
+        fields = asdict(text) | self._recipe
+        if not text.is_unfinished:
+            del fields["is_unfinished"]
+        line = json.dumps(fields, separators=(",", ":")).encode() + b"\n"
         try:
             while line:
                 line = line[self._stream.write(line) or 0 :]
@@ -120,20 +124,20 @@ class OwnTextFile:
 
 
 def read_own_texts(path: Path) -> list[OwnText]:
-    """Return the texts of a file, ordered by seed."""
+    """Return the texts of a file, ordered by seed; of an unfinished text and its continuation the latter."""
     found = {text.question: text for text in _texts(path, {})}
     return sorted(found.values(), key=lambda text: (text.seed, text.temperature, text.prompt))
 
 
 def keep_asked(path: Path, recipe: OwnTextRecipe, asked: Container[Question]) -> float:
-    """Drop lines of another recipe, texts that are not in `asked`, and malformed lines. Return the share of the written
-    ids that is kept."""
+    """Drop lines of another recipe, texts that are not in `asked` or unfinished, and malformed lines. Return the share
+    of the written ids that is kept."""
     lines, num_ids, num_kept = list[bytes](), 0, 0
     for number, line in enumerate(path.read_bytes().splitlines(keepends=True) if path.is_file() else (), start=1):
         with contextlib.suppress(OwnTextError):
             text = _text(path, number, line, {})
             num_ids += len(text.output)
-            if text.question in asked and _text(path, number, line, _plain(recipe)):
+            if text.question in asked and not text.is_unfinished and _text(path, number, line, _plain(recipe)):
                 lines.append(line)
                 num_kept += len(text.output)
     if not lines:
@@ -173,7 +177,8 @@ def _text(path: Path, number: int, line: bytes, recipe: dict[str, Any]) -> OwnTe
     try:
         fields = json.loads(line)
         both = tuple(fields["prompt"]), tuple(fields["output"])
-        text = OwnText(*both, float(fields["temperature"]), int(fields["seed"]))
+        is_unfinished = bool(fields.get("is_unfinished", False))
+        text = OwnText(*both, float(fields["temperature"]), int(fields["seed"]), is_unfinished)
     except (ValueError, KeyError, TypeError) as error:
         raise OwnTextError(
             f"Line {number} of {path} is no text of a model's own ({error!r}). Name another file, or delete it."
@@ -211,6 +216,10 @@ class UnfinishedText:
     @property
     def finished(self) -> OwnText:
         return OwnText(self.prompt, tuple(self.output), self.temperature, self.seed)
+
+    @property
+    def cut(self) -> OwnText:
+        return replace(self.finished, is_unfinished=True)
 
 
 @dataclass
@@ -277,6 +286,7 @@ def write_texts(
         yield ended
 
 
+LEAST_IDS = 16  # of a text that is kept unfinished
 TEMPERATURES = (0.0, 0.7, 1.0)  # temperatures that prompts use in turn, because drafts are served at all of them
 NUM_SEEDS = 2**64
 
@@ -287,7 +297,7 @@ class InvalidPrompt(OwnTextError):
 
 @dataclass(frozen=True)
 class OwnTexts:
-    """The requested texts, in the order of their prompts, and the cost of the new ones."""
+    """The requested texts that were written in time, in the order of their prompts, and the cost of the new ones."""
 
     texts: tuple[OwnText, ...]
     num_kept: int  # texts that were already in the file
@@ -305,6 +315,7 @@ def write_own_texts(
     eos_stops: bool = True,
     banned_ids: Sequence[int] = (),
     progress: bool = True,
+    until: float | None = None,
     file: Path,
     **worker: object,
 ) -> OwnTexts:
@@ -312,13 +323,16 @@ def write_own_texts(
 
     Prompt i uses temperature i mod their number, and seed + i. Texts already in `file` are not generated again.
     `eos_stops`: a text ends with EOS, which is kept; otherwise only after `max_tokens` ids (or at the window's end).
-    `banned_ids` are never sampled. `worker`: settings of `spaceserve worker`, such as max_sequences and device.
+    `banned_ids` are never sampled. `until`: when writing ends, on `time.monotonic`: texts of LEAST_IDS or more are then
+    kept unfinished, and a later call goes on with them. `worker`: settings of `spaceserve worker`, such as
+    max_sequences and device.
 
     A worker that dies is restarted and generation continues. Raises WorkerLost if it dies twice without finishing a
     text in between, WorkerNotReady for a checkpoint that cannot be served, and OwnTextError for unusable prompts or
     an unusable file.
     """
-    options: dict[str, Any] = {"eos_stops": eos_stops, "banned_ids": banned_ids, "progress": progress, **worker}
+    options: dict[str, Any] = {"eos_stops": eos_stops, "banned_ids": banned_ids, "progress": progress, "until": until}
+    options |= worker
     return write_asked(checkpoint, _asked(prompts, temperatures, seed), max_tokens=max_tokens, file=file, **options)
 
 
@@ -331,6 +345,7 @@ def write_asked(
     banned_ids: Sequence[int] = (),
     progress: bool = True,
     what: str = "own texts",
+    until: float | None = None,
     file: Path,
     **worker: object,
 ) -> OwnTexts:
@@ -342,14 +357,19 @@ def write_asked(
     flags = worker_argv({"model": checkpoint, "log_level": "WARNING", **auto, **worker})
     started, tally = time.monotonic(), ScribeCounts()
     with OwnTextFile(file, recipe) as own:
-        kept = {text.question for text in own.texts}
-        todo = {question: UnfinishedText(*question) for question in asked if question not in kept}
+        there = {text.question: text for text in own.texts}
+        kept = {question for question, text in there.items() if not text.is_unfinished}
+        todo = {q: UnfinishedText(*q, [*there[q].output] if q in there else []) for q in asked if q not in kept}
         lines = ProgressLines(is_off=not progress or not todo)
         with contextlib.closing(lines):
-            _write_all(todo, own, flags, recipe, tally, _GenerationProgress(lines, len(todo), tally, what))
+            _write_all(todo, own, flags, recipe, tally, _GenerationProgress(lines, len(todo), tally, what, until))
+        for text in todo.values():
+            if len(text.output) >= LEAST_IDS:
+                own.append(text.cut)
         texts = {text.question: text for text in own.texts}
     num_kept = sum(question in kept for question in asked)
-    return OwnTexts(tuple(texts[question] for question in asked), num_kept, tally, time.monotonic() - started)
+    found = tuple(texts[question] for question in asked if question in texts)
+    return OwnTexts(found, num_kept, tally, time.monotonic() - started)
 
 
 def forget_others(checkpoint: Path | str, prompts: Sequence[Sequence[int]], *, max_tokens: int, file: Path) -> float:
@@ -390,20 +410,28 @@ def prompts_of(
     return prompts
 
 
-class _GenerationProgress:
-    """Shows how many texts are finished, the tokens per second of the current worker, and the time left."""
+RATE_SECONDS, LEAST_RATE_SECONDS = 20.0, 3.0
+"""The rate shown is of the last steps within RATE_SECONDS; no time left is shown before LEAST_RATE_SECONDS."""
 
-    def __init__(self, lines: ProgressLines, num_texts: int, counts: ScribeCounts, what: str) -> None:
+
+class _GenerationProgress:
+    """Shows how many texts are finished, the tokens per second of the last steps, and the time left. `until`: when
+    writing ends, on `time.monotonic`."""
+
+    def __init__(
+        self, lines: ProgressLines, num_texts: int, counts: ScribeCounts, what: str, until: float | None = None
+    ) -> None:
         self._lines, self._num_texts, self._counts, self._what = lines, num_texts, counts, what
+        self.until = math.inf if until is None else until
         self._num_ended, self._num_tokens, self._num_stopped = 0, 0, 0
-        self._since, self._tokens_before = 0.0, counts.num_tokens
+        self._steps = deque[tuple[float, int]]()  # times after the steps, and the tokens until then
 
     def show_loading(self) -> None:
         self._lines.show(f"{self._what}: loading the model", self._num_ended / self._num_texts)
 
-    def start_worker(self, now: float) -> None:
-        """Measure the rate from `now` on, when a worker has loaded the model."""
-        self._since, self._tokens_before = now, self._counts.num_tokens
+    def start_worker(self) -> None:
+        """Measure the rate anew: a worker has loaded the model. Its first step, which reads prompts, does not count."""
+        self._steps.clear()
 
     def show(self, ended: Sequence[UnfinishedText], unfinished: Collection[int], now: float, max_tokens: int) -> None:
         """Show the progress after a step. `ended`: texts that it finished; `unfinished`: lengths of the others."""
@@ -412,10 +440,13 @@ class _GenerationProgress:
         self._num_stopped += sum(len(text.output) < max_tokens for text in ended)
         written = self._num_tokens + sum(unfinished)
         left = tokens_left(unfinished, max_tokens, self._num_stopped / max(1, written))
-        rate = (self._counts.num_tokens - self._tokens_before) / max(now - self._since, 1e-9)
-        text = f"{self._what}: {self._num_ended} of {self._num_texts}, {rate:,.0f} tokens/s"
-        if rate:
-            text += f", about {duration(left / rate)} more"
+        text = f"{self._what}: {self._num_ended} of {self._num_texts}"
+        self._steps.append((now, self._counts.num_tokens))
+        while len(self._steps) > 2 and now - self._steps[1][0] >= RATE_SECONDS:
+            self._steps.popleft()
+        since, before = self._steps[0]
+        if now - since >= LEAST_RATE_SECONDS and (rate := (self._counts.num_tokens - before) / (now - since)):
+            text += f", {rate:,.0f} tokens/s, about {duration(max(0.0, min(left / rate, self.until - now)))} more"
         self._lines.show(text, written / max(1.0, written + left), is_due=self._num_ended == self._num_texts)
 
 
@@ -438,7 +469,8 @@ def _write_all(
     tally: ScribeCounts,
     progress: _GenerationProgress,
 ) -> None:
-    """Generate until `todo` is empty. A lost worker is restarted if a text has finished since the last loss."""
+    """Generate until `todo` is empty or the time is up. A lost worker is restarted if a text has finished since the
+    last loss."""
 
     def write_with(address: str) -> None:
         with GrpcWorker(address) as worker:
@@ -450,14 +482,17 @@ def _write_all(
                     own.append(text.finished)
                     del todo[text.finished.question]
                 unfinished = [len(text.output) for text in todo.values()]
-                progress.show(ended, unfinished, time.monotonic(), recipe.max_tokens)
+                now = time.monotonic()
+                progress.show(ended, unfinished, now, recipe.max_tokens)
+                if now >= progress.until:
+                    break
 
     num_left_at_loss = None
-    while todo:
+    while todo and time.monotonic() < progress.until:
         try:
             progress.show_loading()
             with WorkerProcess(flags) as process:
-                progress.start_worker(time.monotonic())  # the rate excludes the load time
+                progress.start_worker()
                 try:
                     write_with(process.address)
                 except WorkerLost as error:

@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from space_train.data.examples import ChatText
 from space_train.estimate import SHAPES
 from space_train.run_folder import fingerprint, load_checkpoint
 from space_train.self_generation import prompts as prompts_module
-from space_train.self_generation.own_cost import DEFAULT_TEXTS, FEWEST_TEXTS, OwnCost
+from space_train.self_generation.own_cost import DEFAULT_TEXTS, FEWEST_IN_TIME, FEWEST_TEXTS, OwnCost
 from space_train.self_generation.prompts import (
     REQUESTS,
     TOPICS,
@@ -162,6 +163,7 @@ class Writer:
     def __init__(self, model: Path) -> None:
         self.tokenizer, self.model = AutoTokenizer.from_pretrained(model), fingerprint(Checkpoint.open(model))
         self.written, self.settings, self.dies_after = list[Question](), list[dict[str, Any]](), 10**9
+        self.num_in_time = 10**9  # answers before the time is up; the next one is cut
         self.answer = "the answer {} is that one dog saw a cat on a mat<|endoftext|>"
 
     def ids(self, text: str) -> tuple[int, ...]:
@@ -177,6 +179,7 @@ class Writer:
         self, model: Path, asked: Sequence[Question], *, max_tokens: int, file: Path, what: str, **settings: Any
     ) -> OwnTexts:
         self.settings.append(settings)
+        limited, most = what == "own texts" and settings["until"] is not None, self.num_in_time
         with OwnTextFile(file, OwnTextRecipe(self.model, max_tokens, eos_stops=True)) as own:
             kept = {text.question for text in own.texts}
             for question in asked:
@@ -185,6 +188,9 @@ class Writer:
                         raise KeyboardInterrupt
                     self.written.append(question)
                     prompt, temperature, seed = question
+                    if limited and len(own.texts) >= most:
+                        own.append(OwnText(prompt, self.output(question, 20), temperature, seed, is_unfinished=True))
+                        break
                     own.append(OwnText(prompt, self.output(question, max_tokens), temperature, seed))
         return OwnTexts((), 0, ScribeCounts(num_rows=5), 0.1)
 
@@ -268,6 +274,29 @@ def test_a_run_that_was_killed_goes_on_with_the_same_texts(
     assert one["counters"]["losses"] == other["counters"]["losses"]
     assert own(chat, tmp_path / "cut", "--steps 3") == 0, "the run goes on"
     assert load_checkpoint(tmp_path / "cut" / "state.pt")["counters"]["step"] == 3
+
+
+def test_writing_ends_at_half_of_the_minutes_and_the_run_is_built_from_what_is_there(
+    chat: Path, tmp_path: Path, writer: Writer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    writer.num_in_time = 5
+    before = time.monotonic()
+    assert own(chat, tmp_path, "--minutes 4") == 0
+    turns, answers = (settings["until"] for settings in writer.settings)
+    assert before + 120 <= answers <= time.monotonic() + 120
+    assert before + 60 <= turns <= time.monotonic() + 60
+    line = next(line for line in capsys.readouterr().err.splitlines() if line.startswith("own data: "))
+    assert "0 of them cut at 64 and 1 by the time" in line
+    assert re.search(r"\d answers not begun in time", line)
+    texts, writer.written = (tmp_path / "own_texts.jsonl").read_bytes(), []
+    assert own(chat, tmp_path, "--minutes 9 --steps 3") == 0, "the run goes on with the same texts"
+    assert not writer.written
+    assert (tmp_path / "own_texts.jsonl").read_bytes() == texts
+    assert load_checkpoint(tmp_path / "state.pt")["counters"]["step"] == 3
+    (tmp_path / "state.pt").unlink()
+    writer.settings.clear()
+    assert own(chat, tmp_path, "--minutes 9") == 0, "without a saved state, writing goes on as far as time is left"
+    assert writer.settings[-1]["until"] < time.monotonic() + 9 * 30
 
 
 def test_another_number_or_seed_is_refused_and_restart_keeps_the_texts_that_fit(
@@ -405,9 +434,15 @@ def test_the_number_of_texts_follows_the_budget() -> None:
     assert number(minutes=30) == pytest.approx(600 / one, rel=0.01)
     assert number(minutes=30, steps=100) == 100 * 8 * 1024 // 1128  # read four times
     assert number(steps=1) == FEWEST_TEXTS
+    assert number(minutes=0.9 * FEWEST_TEXTS * one / 20) == int(0.9 * FEWEST_TEXTS), "what the minutes pay for"
+    assert number(minutes=one / 60) == FEWEST_IN_TIME
     assert number(flops=3e15) == pytest.approx(1e15 / (282 * 2 * SHAPES["1b"].num_parameters), rel=0.01)
     line = cost().describe(TrainPlan(budget=Budget(minutes=30)), number(minutes=30))
     assert line.endswith("take about 10 min, training on them 20 min")
+    line = cost().describe(TrainPlan(budget=Budget(minutes=30)), 3 * number(minutes=30))
+    assert line.endswith(
+        "would take about 30 min. Writing ends at half of --minutes, after 15 min; training takes 15 min"
+    )
     assert "not estimated" in cost(shape=None).describe(TrainPlan(), 10)
 
 

@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +24,7 @@ from space_server.grpc_server import WorkerService, start_server
 from space_server.speculation.controller import FixedLayout
 from space_server.worker import Worker
 from space_train.data.examples import Example
+from space_train.progress import ProgressLines
 from space_train.self_generation import self_generate
 from space_train.self_generation.self_generate import (
     InvalidPrompt,
@@ -281,6 +283,69 @@ def test_an_interrupted_file_is_completed_once(folder: Path, tmp_path: Path, wor
     again = write(folder, cut)
     assert (again.texts, again.num_kept, again.counts.num_steps) == (whole.texts, 7, 0)
     assert workers.num_starts == num_starts  # no worker for nothing
+
+
+class Seconds:
+    """Stands for the module `time`: a second passes at each look."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        self.now += 1.0
+        return self.now
+
+
+@pytest.mark.usefixtures("workers")
+def test_texts_that_the_time_ends_are_kept_as_far_as_they_go_and_gone_on_with(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = write(folder, tmp_path / "whole.jsonl")
+    few = {"max_sequences": 2, "speculation": "off"}
+    with monkeypatch.context() as patched:
+        patched.setattr(self_generate, "time", Seconds())
+        patched.setattr(self_generate, "LEAST_IDS", 2)
+        cut = write(folder, tmp_path / "own.jsonl", until=MAX_TOKENS + 8.0, **few)
+    assert [text.is_unfinished for text in cut.texts] == [False, False, True, True]
+    assert all(2 <= len(text.output) < MAX_TOKENS for text in cut.texts[2:])
+    for text, complete in zip(cut.texts, whole.texts, strict=False):
+        assert text.output == complete.output[: len(text.output)]
+    begun = sum(len(text.output) for text in cut.texts)
+    rest = write(folder, tmp_path / "own.jsonl", **few)
+    assert (rest.texts, rest.num_kept) == (whole.texts, 2)
+    assert rest.counts.num_tokens == len(PROMPTS) * MAX_TOKENS - begun, "no id is written twice"
+    assert own_examples(tmp_path / "own.jsonl") == own_examples(tmp_path / "whole.jsonl")
+
+
+def test_no_worker_starts_when_the_time_is_up(folder: Path, tmp_path: Path, workers: type[ThreadWorker]) -> None:
+    assert write(folder, tmp_path / "own.jsonl", until=time.monotonic()).texts == ()
+    assert workers.num_starts == 0
+
+
+def test_a_restart_keeps_no_unfinished_text(tmp_path: Path) -> None:
+    path = tmp_path / "own.jsonl"
+    with OwnTextFile(path, RECIPE) as file:
+        file.append(TEXT)
+        file.append(replace(TEXT, seed=10, is_unfinished=True))
+    assert [text.is_unfinished for text in read_own_texts(path)] == [False, True]
+    keep_asked(path, RECIPE, {TEXT.question, replace(TEXT, seed=10).question})
+    assert read_own_texts(path) == [TEXT]
+
+
+def test_the_time_left_is_by_the_last_steps_and_not_by_the_first_which_reads_prompts() -> None:
+    stream, counts = io.StringIO(), self_generate.ScribeCounts()
+    lines = ProgressLines(stream=stream, every=0.0, clock=lambda: 0.0)
+    shown = self_generate._GenerationProgress(lines, 10, counts, "own texts", until=1000.0)
+    shown.start_worker()
+    for step in range(100):  # ten texts of 100 ids: a first step of 60 s, then ten ids a second
+        counts.num_tokens += 10
+        shown.show([], [step + 1] * 10, 60.0 + step, 100)
+    said = stream.getvalue().splitlines()
+    assert said[0] == "own texts: 0 of 10 (1 %)", "nothing is known yet"
+    assert said[10].startswith("own texts: 0 of 10, 10 tokens/s, about 1 min 29 s more")
+    counts.num_tokens += 10
+    shown.show([], [50] * 10, 990.0, 100)
+    assert "about 10 s more" in stream.getvalue().splitlines()[-1], "writing ends then"
 
 
 @pytest.mark.usefixtures("workers")
