@@ -4,6 +4,7 @@ Each schema carries the models that it refers to under `$defs`; `DocumentedApp` 
 """
 
 from collections.abc import Collection, Iterable, Mapping
+from functools import cache
 from typing import Annotated, Any
 
 from fastapi import FastAPI
@@ -68,8 +69,12 @@ class TgiError(ResponseModel):
     error_type: str
 
 
-def schema_ref(model: type[BaseModel]) -> dict[str, Any]:
-    """Return a reference to a model, with the definitions of everything it refers to."""
+@cache
+def schema_ref(model: type[BaseModel]) -> Mapping[str, Any]:
+    """Return a reference to a model, with the definitions of everything it refers to; it is computed once.
+
+    The routes of all applications of the process share it: not to be changed.
+    """
     schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
     definitions = schema.pop("$defs", {})
     return {"$ref": f"#/components/schemas/{model.__name__}", "$defs": {**definitions, model.__name__: schema}}
@@ -83,17 +88,19 @@ def neutral_fields(neutral: Mapping[str, Collection[Any]]) -> dict[str, Any]:
 
 def json_body(model: type[Body], neutral: Mapping[str, Collection[Any]] | None = None) -> dict[str, Any]:
     """Describe a JSON body: the model's fields, unsupported `neutral` fields, and fields that have no effect."""
-    schema = schema_ref(model)
-    properties = schema["$defs"][model.__name__].setdefault("properties", {})
+    known = schema_ref(model)
+    body = known["$defs"][model.__name__]
+    properties = body.get("properties", {})
     notes = {name: {"description": "the client's own note: changes nothing"} for name in sorted(BOOKKEEPING)}
-    properties |= {**neutral_fields(neutral or {}), **notes, **properties}
+    properties = {**properties, **neutral_fields(neutral or {}), **notes, **properties}
+    schema = {**known, "$defs": {**known["$defs"], model.__name__: {**body, "properties": properties}}}
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
 def query_parameters(model: type[Body]) -> dict[str, Any]:
     """Describe the parameters of a query, which `read_query` reads; a list is given by repeating its name."""
-    schema = model.model_json_schema()
-    return {"parameters": [{"name": name, "in": "query", "schema": one} for name, one in schema["properties"].items()]}
+    fields = schema_ref(model)["$defs"][model.__name__]["properties"]
+    return {"parameters": [{"name": name, "in": "query", "schema": one} for name, one in fields.items()]}
 
 
 def _event(model: type[BaseModel], errors: type[BaseModel], *, done: bool) -> dict[str, Any]:

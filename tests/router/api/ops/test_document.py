@@ -9,11 +9,13 @@ from typing import Any
 import jsonschema_rs
 import pytest
 from doubles.router.whole_router import Start
+from pydantic import BaseModel
 from space_router.api.ops import pages
 from space_router.api.ops.pages import _html
-from space_router.api.schema import DocumentedApp
+from space_router.api.schema import DocumentedApp, ResponseModel
 from space_router.api_keys import plain_keys
 from space_router.config import ServeConfig
+from space_router.http_server.body import Body
 from space_router.http_server.responses import is_open
 
 GENERATING = {
@@ -159,3 +161,18 @@ def test_words_of_the_document_are_text_and_no_markup() -> None:
         "components": {"schemas": {"a": schema}},
     }
     assert not Reading("".join(_html(document))).loaded
+
+
+async def test_applications_share_the_schemas_and_write_the_same_document(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with start("one") as router:
+        first = await document(router)
+
+    def computed_again(model: type[BaseModel], **_: Any) -> None:
+        pytest.fail(f"the schema of {model.__name__} is computed again")
+
+    monkeypatch.setattr(Body, "model_json_schema", classmethod(computed_again))
+    monkeypatch.setattr(ResponseModel, "model_json_schema", classmethod(computed_again))
+    async with start("two") as router:
+        assert await document(router) == first
