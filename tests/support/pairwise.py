@@ -66,9 +66,12 @@ def _completed(
         if name in case:
             continue
 
-        def gain(value: Any, name: str = name) -> int:
-            shown = _shown({**case, name: value}, names, strength)
-            return sum(combination in missing for combination in shown)
+        present = [other for other in names if other in case or other == name]
+        shown = [chosen for chosen in combinations(present, strength) if name in chosen]  # the others are every value's
+
+        def gain(value: Any, name: str = name, shown: list[tuple[str, ...]] = shown) -> int:
+            values = {**case, name: value}
+            return sum(tuple((other, values[other]) for other in chosen) in missing for chosen in shown)
 
         # Equals are taken in turn, not always the first: where all is shown, the cases should still differ.
         values = axes[name]

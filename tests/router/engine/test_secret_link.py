@@ -34,6 +34,7 @@ class Recorder:
     def __init__(self) -> None:
         self.from_router, self.from_worker = bytearray(), bytearray()
         self._address = ""
+        self._tasks: set[asyncio.Task[None] | None] = set()  # one a connection
 
     @asynccontextmanager
     async def before(self, address: str) -> AsyncIterator[str]:
@@ -41,11 +42,20 @@ class Recorder:
         server = await asyncio.start_server(self._pass_on, "127.0.0.1", 0)
         async with server:
             yield "127.0.0.1:" + str(server.sockets[0].getsockname()[1])
+        tasks = [task for task in self._tasks if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _pass_on(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._tasks.add(asyncio.current_task())
         host, _, port = self._address.rpartition(":")
         there, back = await asyncio.open_connection(host, int(port))
-        await asyncio.gather(_copy(reader, back, self.from_router), _copy(there, writer, self.from_worker))
+        try:
+            await asyncio.gather(_copy(reader, back, self.from_router), _copy(there, writer, self.from_worker))
+        finally:
+            for one in (writer, back):  # one side may leave its half of the connection open
+                one.transport.abort()
 
 
 async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, seen: bytearray) -> None:
