@@ -200,6 +200,10 @@ class ServeConfig:
     max_queue_tokens: int = _limit(1_000_000, whole(1, 10**12, "TOKENS"))
     """most prompt tokens waiting, so that a few hundred long prompts do not make a queue of hours; beyond it 429 as
     well. A request that waits alone may be of any length"""
+    max_queue_seconds: float | None = _limit(None, seconds(0.1))
+    """longest expected wait in the queue, by the time that requests took to leave it lately; beyond it 429 as well, so
+    that an overloaded server does not spend its time on requests whose clients have given up. Default: no bound but
+    the number of requests and tokens. Two may always wait"""
     priority_ageing: float = _limit(30.0, seconds(0.001))
     """seconds of waiting after which a request moves up one level of `priority`, up to the most urgent that anybody
     waits in; so no priority starves. Shorter: priorities mean less under load"""

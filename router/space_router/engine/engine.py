@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -89,7 +90,12 @@ class Engine:
         self._max_lag = max_lag
         self._encoder_hash = encoder_hash
         self._metrics, self._engine_metrics = metrics, EngineMetrics(metrics)
-        self._queue = RequestQueue(config.max_queue, ageing=config.priority_ageing, max_tokens=config.max_queue_tokens)
+        self._queue = RequestQueue(
+            config.max_queue,
+            ageing=config.priority_ageing,
+            max_tokens=config.max_queue_tokens,
+            max_seconds=math.inf if config.max_queue_seconds is None else config.max_queue_seconds,
+        )
         self._throughput = ThroughputEstimator(config.max_prefill_rows)
         self._admission = QueueAdmission(self._queue, self._throughput)
         self._quarantine = CrashQuarantine(self._queue, self._admission)

@@ -85,6 +85,40 @@ def test_the_wait_is_not_learnt_from_idle_hours() -> None:
     assert queue.full().retry_after == 1.0
 
 
+def crowded(queue: RequestQueue, gap: float, seconds: float, begun: float = 0.0) -> list[float]:
+    """Keep as many waiting as may, while one is admitted every `gap` seconds; return how long each has waited."""
+    waits = []
+    for turn in range(round(seconds / gap)):
+        now = begun + turn * gap
+        for age in range(turn * 1000, (turn + 1) * 1000):
+            if not asked(queue, "", now, age):
+                break
+        live = queue.head(now)
+        assert live is not None
+        queue.admitted(live, now)
+        waits.append(now - live.submitted)
+    return waits
+
+
+def test_no_more_wait_than_leave_the_queue_within_the_longest_wait() -> None:
+    queue = RequestQueue(100, max_seconds=8.0)
+    waits = crowded(queue, 0.5, 200.0)
+    assert max(waits) > 40.0, "as long as the speed is not known, only the number of requests bounds the queue"
+    assert 7.0 <= max(waits[-200:]) <= 8.0
+    assert asked(queue, "", 200.0, 10**6)
+    assert ", as one waits 8 s at most" in str(queue.refusal("", 200.0))
+    waits = crowded(queue, 0.1, 100.0, 200.0)
+    assert 7.0 <= max(waits[-200:]) <= 8.0, "the bound follows the speed"
+    assert max(crowded(queue, 0.02, 100.0, 300.0)[-200:]) <= 2.1, "and the number bounds what is faster"
+
+
+def test_a_very_slow_phase_is_forgotten_once_requests_leave_the_queue_faster() -> None:
+    queue = RequestQueue(100, max_seconds=5.0)
+    crowded(queue, 60.0, 12000.0)
+    assert len(queue) <= 2
+    assert max(crowded(queue, 0.1, 60.0, 12000.0)[-100:]) >= 4.0
+
+
 def test_those_that_left_are_not_kept_behind_those_that_wait() -> None:
     queue = RequestQueue(9)
     waiting = RequestState(request_of(), 1, 0, 0.0)

@@ -78,6 +78,8 @@ SECONDS_WITHOUT_EXPERIENCE = 1.0
 MAX_RETRY_AFTER = 60.0
 AGEING_SECONDS = 30.0
 ANSWER_WITHOUT_EXPERIENCE = 128.0  # tokens
+MIN_GAPS = 8  # admissions measured before the bound on seconds holds
+MIN_WAITING = 2  # requests that may wait however slow the last ones were; while two wait, the speed is measured
 SHARED_SECONDS = 10.0  # after a refusal, in which the key that was refused counts among those that share the queue
 
 
@@ -104,10 +106,21 @@ class RequestQueue:
     refusal counts the keys.
     """
 
-    def __init__(self, max_waiting: int, *, ageing: float = AGEING_SECONDS, max_tokens: float = math.inf) -> None:
-        """`max_waiting`: requests; `ageing`: seconds of waiting per level; `max_tokens`: waiting prompt tokens."""
-        self.max_waiting = max_waiting
+    def __init__(
+        self,
+        max_waiting: int,
+        *,
+        ageing: float = AGEING_SECONDS,
+        max_tokens: float = math.inf,
+        max_seconds: float = math.inf,
+    ) -> None:
+        """`max_waiting`: requests; `ageing`: seconds of waiting per level; `max_tokens`: waiting prompt tokens.
+
+        `max_seconds`: the expected wait of a new request.
+        """
         self.max_tokens = max_tokens
+        self._max_waiting = max_waiting
+        self._max_seconds = max_seconds
         self.num_tokens = 0  # prompt tokens of the waiting requests
         self._ageing = ageing
         self._waiting: set[RequestState] = set()
@@ -125,7 +138,15 @@ class RequestQueue:
         self._clock = 0.0  # virtual clock in tokens: start tag of the last request served
         self._answer = ANSWER_WITHOUT_EXPERIENCE  # tokens, moving average
         self._seconds_per_request = SECONDS_WITHOUT_EXPERIENCE
+        self._num_gaps = 0  # measured between two admissions
         self._last_admission: float | None = None
+
+    @property
+    def max_waiting(self) -> int:
+        """Most requests that may wait now: fewer than asked for where so many would wait longer than `max_seconds`."""
+        if self._num_gaps < MIN_GAPS or self._max_seconds >= self._max_waiting * self._seconds_per_request:
+            return self._max_waiting
+        return min(self._max_waiting, max(MIN_WAITING, int(self._max_seconds / self._seconds_per_request)))
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -213,6 +234,7 @@ class RequestQueue:
             self._charge(tenant, live.num_charged)
         if self._last_admission is not None:
             self._seconds_per_request += 0.1 * (now - self._last_admission - self._seconds_per_request)
+            self._num_gaps += 1
         self._last_admission = now if self._waiting else None  # time with an empty queue is not waiting time
 
     def ended(self, live: RequestState) -> None:
@@ -284,7 +306,10 @@ class RequestQueue:
         if len(self._waiting) < self.max_waiting:
             return QueueFull(f"{self.num_tokens} prompt tokens", f"{self.max_tokens:.0f}", retry_after=self._seconds())
         waiting = f"{len(self._waiting)} prompts and choices of requests"
-        return QueueFull(waiting, f"{self.max_waiting}", retry_after=self._seconds())
+        most = f"{self.max_waiting}"
+        if self.max_waiting < self._max_waiting:
+            most += f", as one waits {self._max_seconds:g} s at most"
+        return QueueFull(waiting, most, retry_after=self._seconds())
 
     def _tenant_of(self, live: RequestState) -> TenantQueue:
         return self._returning if live.num_charged is not None else self._tenant_of_key(live.request.key)
