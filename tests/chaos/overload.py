@@ -3,6 +3,7 @@
 Requests of mixed lengths come as a Poisson process whatever the answers, at shares that differ by --greed. Beyond the
 capacity as much must be answered in time as at best, waiting must stay bounded, and every key that asks for more than
 its share must get as many tokens as the others. The clients run on the server's cores: what they take there is shown.
+A server that is started for this bounds its queue by the expected wait, at 0.7 of --first-token.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ MAX_SPREAD = 0.05  # of a key's tokens around the mean of those that ask for mor
 MAX_TAIL = 2.0  # p99 over the median of the first token's time
 MAX_WAIT = 2.0  # p99 of the wait over the time in which the whole queue is served
 BACKLOG = 1.2  # a key asks for more than its share where it asks for so many times of it
+QUEUE_SHARE = 0.7  # of the seconds within which an answer in time begins: what a request may wait in the queue
 CLIENTS = "clients"
 LENGTHS = (
     (40, 24),
@@ -256,7 +258,8 @@ def run(options: argparse.Namespace) -> Report:
             keys = [secrets.token_hex(16) for _ in options.greed]
             (folder / "keys").write_text("".join(f"{key}\n" for key in keys), encoding="ascii")
             flags = ["--model", options.model, "--api-key-file", str(folder / "keys"), "--log-level", "error"]
-            flags += ["--max-sequences", str(options.seats), "--max-queue", str(options.queue), *options.serve_flags]
+            flags += ["--max-sequences", str(options.seats), "--max-queue", str(options.queue)]
+            flags += ["--max-queue-seconds", str(QUEUE_SHARE * options.first_token), *options.serve_flags]
             server = stack.enter_context(ServerProcess(flags))
             url = server.url
         endpoint = Endpoint.parse(url)
@@ -368,6 +371,8 @@ class Overload:
         await idle(self._endpoints[0], is_ours=self._is_ours)
         late = seconds / 4
         num_tokens = sum(n for one in made for at, n in one.tokens if at >= late)
+        if not num_tokens:
+            raise LoadError(f"No token came within {seconds:g} s: give more by --seconds.")
         rate: float = num_tokens / (seconds - late) / fmean(kind.num_answer for kind in kinds)
         return rate
 
