@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from statistics import median, quantiles
 from typing import Any
 
+from doubles.tcp import tcp_connection
 from perf.harness import Report, table
 from space_eval.bench.client import Endpoint, get_json, get_text
 from space_eval.bench.server_process import ServerError, ServerProcess
@@ -84,12 +85,11 @@ class TimedAnswer:
 
 async def timed(endpoint: Endpoint, body: dict[str, Any]) -> TimedAnswer:
     """Over a bare socket: a client's own work is no part of the latency."""
-    reader, writer = await asyncio.open_connection(endpoint.host, endpoint.port)
-    begun = time.monotonic()
-    writer.write(raw_request(body))
-    whole = await reader.read(-1)
-    seconds = time.monotonic() - begun
-    writer.close()
+    async with tcp_connection(f"{endpoint.host}:{endpoint.port}") as (reader, writer):
+        begun = time.monotonic()
+        writer.write(raw_request(body))
+        whole = await reader.read(-1)
+        seconds = time.monotonic() - begun
     return TimedAnswer(int(whole[9:12] or 0), b"\r\nretry-after:" in whole.lower(), seconds)
 
 

@@ -19,6 +19,7 @@ from secrets import token_hex
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from doubles.tcp import tcp_connection
 from perf.harness import PerfError, Report, log, table
 from processes import ProcessFigures
 from space_common.process import module_command
@@ -365,18 +366,16 @@ def held_gauges(metrics: str) -> list[str]:
 
 async def _status(endpoint: Endpoint, whole: bytes) -> int:
     """The last status of the answer to these bytes; 0: the connection was closed without one. Raises LoadError."""
-    reader, writer = await asyncio.open_connection(endpoint.host, endpoint.port)
     answer = b""
-    try:
-        async with asyncio.timeout(60):
-            with suppress(OSError):
-                writer.write(whole)
-                await writer.drain()
-                answer = await reader.read(-1)
-    except TimeoutError:
-        raise LoadError(f"no end of the answer to {whole[:300]!r} within 60 s") from None
-    finally:
-        writer.close()
+    async with tcp_connection(f"{endpoint.host}:{endpoint.port}") as (reader, writer):
+        try:
+            async with asyncio.timeout(60):
+                with suppress(OSError):
+                    writer.write(whole)
+                    await writer.drain()
+                    answer = await reader.read(-1)
+        except TimeoutError:
+            raise LoadError(f"no end of the answer to {whole[:300]!r} within 60 s") from None
     return final_status(answer)
 
 

@@ -10,6 +10,7 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
+from doubles.tcp import tcp_connection, tcp_server
 from perf.harness import PerfError
 
 _STATE = struct.Struct("=3q")
@@ -72,23 +73,20 @@ class NetworkLink:
     def __init__(self, target: str) -> None:
         """`target`: HOST:PORT."""
         self.address = ""
-        self._host, _, self._port = target.rpartition(":")
+        self._target = target
         self._flows = asyncio.Event()
         self._flows.set()
         self._is_down = False
         self._writers: set[asyncio.StreamWriter] = set()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._server = tcp_server(self._connected)
 
     async def __aenter__(self) -> NetworkLink:
-        self._server = await asyncio.start_server(self._connected, "127.0.0.1", 0)
-        self.address = f"127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+        self.address = await self._server.__aenter__()
         return self
 
     async def __aexit__(self, *error: object) -> None:
-        self._server.close()
-        for task in self._tasks:
-            task.cancel()
         self.drop()
+        await self._server.__aexit__(None, None, None)
 
     def drop(self) -> None:
         """Break all connections; new ones are closed at once."""
@@ -105,32 +103,31 @@ class NetworkLink:
         self._flows.set()
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._tasks.add(task)
         self._writers.add(writer)
-        there: asyncio.StreamWriter | None = None
         try:
             await self._flows.wait()
-            if self._is_down:
-                return
-            back, there = await asyncio.open_connection(self._host, int(self._port))
-            self._writers.add(there)
-            pumps = [asyncio.create_task(self._pump(reader, there)), asyncio.create_task(self._pump(back, writer))]
-            try:
-                await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                for pump in pumps:
-                    pump.cancel()
-                await asyncio.wait(pumps)
-        except (OSError, asyncio.CancelledError):
+            if not self._is_down:
+                async with tcp_connection(self._target) as (back, there):
+                    await self._pass_on(reader, writer, back, there)
+        except OSError:
             pass
         finally:
-            for one in (writer, there):
-                if one is not None:
-                    self._writers.discard(one)
-                    one.transport.abort()
-            self._tasks.discard(task)
+            self._writers.discard(writer)
+            writer.transport.abort()
+
+    async def _pass_on(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, back: asyncio.StreamReader,
+        there: asyncio.StreamWriter,
+    ) -> None:  # fmt: skip
+        self._writers.add(there)
+        pumps = [asyncio.create_task(self._pump(reader, there)), asyncio.create_task(self._pump(back, writer))]
+        try:
+            await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            self._writers.discard(there)
+            for pump in pumps:
+                pump.cancel()
+            await asyncio.wait(pumps)
 
     async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with suppress(OSError):

@@ -13,6 +13,7 @@ from itertools import islice
 from pathlib import Path
 
 import pytest
+from doubles.tcp import tcp_connection, tcp_server
 from processes import ProcessFigures
 from space_eval.bench.client import Endpoint, LoadError
 
@@ -196,11 +197,8 @@ def test_a_link_holds_what_it_is_sent_and_breaks_what_it_carries() -> None:
                 writer.write(piece)
             writer.close()
 
-        async with await asyncio.start_server(echo, "127.0.0.1", 0) as server:
-            target = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
-            async with NetworkLink(target) as link:
-                host, _, port = link.address.partition(":")
-                reader, writer = await asyncio.open_connection(host, int(port))
+        async with tcp_server(echo) as target, NetworkLink(target) as link:
+            async with tcp_connection(link.address) as (reader, writer):
                 writer.write(b"one")
                 assert await reader.readexactly(3) == b"one"
                 link.hold()
@@ -211,10 +209,8 @@ def test_a_link_holds_what_it_is_sent_and_breaks_what_it_carries() -> None:
                 assert await reader.readexactly(3) == b"two"
                 link.drop()
                 assert await _is_closed(reader)
-                other, unused = await asyncio.open_connection(host, int(port))
+            async with tcp_connection(link.address) as (other, _):
                 assert await _is_closed(other)
-                for one in (writer, unused):
-                    one.close()
 
     asyncio.run(run())
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import uvicorn
 from doubles.router import Script, ScriptedWorker, never
+from doubles.tcp import tcp_connection
 from doubles.tokenizers import VOCAB_SIZE, write_checkpoint
 from space_router.api.service import Service
 from space_router.app import create_app
@@ -39,14 +40,15 @@ async def listening(folder: Path, worker: ScriptedWorker, **settings: int) -> As
         await serving
 
 
-async def ask(port: int, **fields: object) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+@asynccontextmanager
+async def asked(port: int, **fields: object) -> AsyncIterator[asyncio.StreamWriter]:
     """A connection on which a request has been sent."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
     body = json.dumps({"max_tokens": 60, "temperature": 0, "ignore_eos": True, **fields}).encode()
-    writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n")
-    writer.write(b"Content-Length: %d\r\n\r\n" % len(body) + body)
-    await writer.drain()
-    return reader, writer
+    async with tcp_connection(f"127.0.0.1:{port}") as (_, writer):
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n")
+        writer.write(b"Content-Length: %d\r\n\r\n" % len(body) + body)
+        await writer.drain()
+        yield writer
 
 
 async def until(holds: Callable[[], bool]) -> None:
@@ -60,19 +62,22 @@ async def until(holds: Callable[[], bool]) -> None:
 async def test_a_client_that_disconnects_frees_its_pages_within_two_steps(tmp_path: Path, stream: bool) -> None:
     # One block holds a whole request, so that the one that stays holds one all the while.
     script = Script(block_size=128, num_blocks=8, accepts=never, **SCRIPT)
-    async with ScriptedWorker(script) as worker, listening(tmp_path, worker) as (engine, port):
-        _, stays = await ask(port, prompt="one that stays and keeps the worker stepping", stream=True)
+    async with (
+        ScriptedWorker(script) as worker,
+        listening(tmp_path, worker) as (engine, port),
+        asked(port, prompt="one that stays and keeps the worker stepping", stream=True) as stays,
+    ):
         await until(lambda: engine.load().num_running == 1)
         assert engine.load().blocks_held == 1
-        _, goes = await ask(port, prompt="one that goes", stream=stream)
-        await until(lambda: worker.figures.num_admits == 2)
-        both_since = worker.figures.num_steps
-        await until(lambda: worker.figures.num_steps >= both_since + 2)
-        assert engine.load().blocks_held == 2
-        step_in_flight = worker.figures.num_steps + 1
-        goes.close()
-        await until(lambda: engine.load().blocks_held == 1)
-        assert worker.figures.num_steps <= step_in_flight + 2
+        async with asked(port, prompt="one that goes", stream=stream) as goes:
+            await until(lambda: worker.figures.num_admits == 2)
+            both_since = worker.figures.num_steps
+            await until(lambda: worker.figures.num_steps >= both_since + 2)
+            assert engine.load().blocks_held == 2
+            step_in_flight = worker.figures.num_steps + 1
+            goes.close()
+            await until(lambda: engine.load().blocks_held == 1)
+            assert worker.figures.num_steps <= step_in_flight + 2
         stays.close()
         await until(lambda: engine.load().blocks_held == 0)
         engine.check()
@@ -81,13 +86,16 @@ async def test_a_client_that_disconnects_frees_its_pages_within_two_steps(tmp_pa
 
 async def test_a_client_that_disconnects_in_the_queue_never_reaches_the_worker(tmp_path: Path) -> None:
     script = Script(max_sequences=1, **SCRIPT)
-    async with ScriptedWorker(script) as worker, listening(tmp_path, worker) as (engine, port):
-        _, runs = await ask(port, prompt="one", stream=True)
+    async with (
+        ScriptedWorker(script) as worker,
+        listening(tmp_path, worker) as (engine, port),
+        asked(port, prompt="one", stream=True) as runs,
+    ):
         await until(lambda: engine.load().num_running == 1)
-        _, waits = await ask(port, prompt="two", stream=True)
-        await until(lambda: engine.load().num_queued == 1)
-        waits.close()
-        await until(lambda: engine.load().num_queued == 0)
+        async with asked(port, prompt="two", stream=True) as waits:
+            await until(lambda: engine.load().num_queued == 1)
+            waits.close()
+            await until(lambda: engine.load().num_queued == 0)
         runs.close()
         await until(lambda: engine.load().blocks_held == 0)
         assert worker.figures.num_admits == 1

@@ -10,6 +10,7 @@ import time
 import psutil
 import pytest
 from doubles.scripted_http import Reply, ScriptedServer, event, jumping, openai_answer, tgi_answer
+from doubles.tcp import tcp_server
 from processes import free_port
 from space_common.process import children
 from space_eval.bench.arms import APIS, Arm, Exchange, LoadRequest, TokenEvent, find, shared, token_ids
@@ -43,13 +44,11 @@ async def answered(*pieces: bytes) -> tuple[Exchange | LoadError, bytes]:
             await asyncio.sleep(0)
         writer.close()
 
-    server = await asyncio.start_server(answer, "127.0.0.1", 0)
-    async with server:
-        port = server.sockets[0].getsockname()[1]
+    async with tcp_server(answer) as address:
         exchange = Exchange()
         try:
             begun = asyncio.get_running_loop().time()
-            await arm(f"http://127.0.0.1:{port}/v1").answer(LoadRequest(0, "x", 4), None, exchange, begun)
+            await arm(f"http://{address}/v1").answer(LoadRequest(0, "x", 4), None, exchange, begun)
         except LoadError as error:
             return error, asked
         return exchange, asked

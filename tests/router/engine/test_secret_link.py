@@ -11,6 +11,7 @@ from pathlib import Path
 import grpc.aio
 import pytest
 from doubles.router import Script, ScriptedWorker
+from doubles.tcp import tcp_connection, tcp_server
 from space_common.worker.secret import SecretFile
 from space_proto import worker_pb2, worker_pb2_grpc
 from space_router.config import ServeConfig, build
@@ -34,28 +35,16 @@ class Recorder:
     def __init__(self) -> None:
         self.from_router, self.from_worker = bytearray(), bytearray()
         self._address = ""
-        self._tasks: set[asyncio.Task[None] | None] = set()  # one a connection
 
     @asynccontextmanager
     async def before(self, address: str) -> AsyncIterator[str]:
         self._address = address
-        server = await asyncio.start_server(self._pass_on, "127.0.0.1", 0)
-        async with server:
-            yield "127.0.0.1:" + str(server.sockets[0].getsockname()[1])
-        tasks = [task for task in self._tasks if task is not None]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        async with tcp_server(self._pass_on) as here:
+            yield here
 
     async def _pass_on(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._tasks.add(asyncio.current_task())
-        host, _, port = self._address.rpartition(":")
-        there, back = await asyncio.open_connection(host, int(port))
-        try:
+        async with tcp_connection(self._address) as (there, back):
             await asyncio.gather(_copy(reader, back, self.from_router), _copy(there, writer, self.from_worker))
-        finally:
-            for one in (writer, back):  # one side may leave its half of the connection open
-                one.transport.abort()
 
 
 async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, seen: bytearray) -> None:
@@ -85,15 +74,13 @@ async def test_the_secret_is_never_on_the_wire_and_what_was_recorded_opens_nothi
         assert proof in recorder.from_worker
         assert b"scripted" in recorder.from_worker
 
-        host, _, port = worker.address.rpartition(":")
-        reader, writer = await asyncio.open_connection(host, int(port))
-        writer.write(whole_call)
-        await writer.drain()
         answer = b""
-        with suppress(TimeoutError):
-            while chunk := await asyncio.wait_for(reader.read(65536), 1.0):
-                answer += chunk
-        writer.close()
+        async with tcp_connection(worker.address) as (reader, writer):
+            writer.write(whole_call)
+            await writer.drain()
+            with suppress(TimeoutError):
+                while chunk := await asyncio.wait_for(reader.read(65536), 1.0):
+                    answer += chunk
         assert b"has not proven" in answer
         assert b"scripted" not in answer, "it got no Hello"
 

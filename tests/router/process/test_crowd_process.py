@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 
 import httpx
 import pytest
+from doubles.tcp import tcp_connection
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 StartServer = Callable[..., AbstractContextManager[Any]]
@@ -44,12 +45,11 @@ async def ask(address: tuple[str, int], body: dict[str, Any]) -> Answer:
     """On a connection of its own, without a client's own costs."""
     content = json.dumps(body).encode()
     head = b"POST /v1/completions HTTP/1.1\r\nhost: a\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(content)
-    reader, writer = await asyncio.open_connection(*address)
-    begun = time.monotonic()
-    writer.write(head + content)
-    whole = await reader.read(-1)
-    seconds = time.monotonic() - begun
-    writer.close()
+    async with tcp_connection("{}:{}".format(*address)) as (reader, writer):
+        begun = time.monotonic()
+        writer.write(head + content)
+        whole = await reader.read(-1)
+        seconds = time.monotonic() - begun
     return Answer(int(whole[9:12]), whole.partition(b"\r\n\r\n")[0].lower(), seconds)
 
 

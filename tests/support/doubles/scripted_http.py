@@ -10,6 +10,8 @@ from contextlib import asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from doubles.tcp import tcp_server
+
 Answer = TypeVar("Answer")
 
 _REAL_SECONDS = 0.0005
@@ -82,19 +84,9 @@ class ScriptedServer:
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[ScriptedServer]:
-        tasks: set[asyncio.Task[None]] = set()
-
-        def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            task = asyncio.ensure_future(self._answer(reader, writer))
-            tasks.add(task)
-            task.add_done_callback(tasks.discard)
-
-        server = await asyncio.start_server(accept, "127.0.0.1", 0)
-        self.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        async with server:
+        async with tcp_server(self._answer) as address:
+            self.url = f"http://{address}"
             yield self
-            for task in tasks:
-                task.cancel()
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
