@@ -162,6 +162,8 @@ def parse_json(content: bytes, max_depth: int) -> Any:
     `max_depth`."""
     try:
         value = written_numbers.loads(content)
+    except written_numbers.TooManyContainers as error:
+        raise InvalidRequest(f"The body cannot be parsed: {error.msg}. Send fewer.", code="too_large") from None
     except orjson.JSONDecodeError as error:
         if "infinity" in error.msg:
             message = f"The JSON body has a number too large for a double, such as 1e400 (at character {error.pos})."

@@ -54,16 +54,42 @@ _MOST_DIGITS = 20  # of an integer of 64 bits, its sign included
 _LARGE_INTEGER = re.compile(rb"[0-9][0-9]{18}")  # or digits in a text; twice as fast as [0-9]{19}
 
 
+MAX_CONTAINERS = 100_000
+"""Most lists and objects of a text. A million would hold all threads of the interpreter for a second or more."""
+
+_STRING_OR_BRACKETS = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\Z)|[\[{]++', re.DOTALL)
+
+
+class TooManyContainers(orjson.JSONDecodeError):
+    """A text of JSON has more lists and objects than MAX_CONTAINERS."""
+
+    def __init__(self) -> None:
+        super().__init__(f"it has more than {MAX_CONTAINERS} lists and objects", "", 0)
+
+
 def loads(content: str | bytes) -> Any:
     """Parse JSON; integers of more than 64 bits are WrittenNumbers, so that none is rounded on its way.
 
-    Raises orjson.JSONDecodeError, also for infinities such as `1e400`.
+    Raises orjson.JSONDecodeError, also for infinities such as `1e400`, and TooManyContainers.
     """
+    written = content if isinstance(content, bytes) else content.encode()
+    if written.count(b"[") + written.count(b"{") > MAX_CONTAINERS:
+        _check_containers(written)
     value = orjson.loads(content)
-    if _LARGE_INTEGER.search(content if isinstance(content, bytes) else content.encode()):
+    if _LARGE_INTEGER.search(written):
         with suppress(RecursionError):  # nested deeper than a request may be
             return json.loads(content, parse_int=WrittenNumber.integer)
     return value
+
+
+def _check_containers(written: bytes) -> None:
+    """Count the opening brackets outside of strings. Other threads run meanwhile. Raises TooManyContainers."""
+    number = 0
+    for found in _STRING_OR_BRACKETS.finditer(written):
+        if not found[0].startswith(b'"'):
+            number += len(found[0])
+            if number > MAX_CONTAINERS:
+                raise TooManyContainers
 
 
 def as_bytes(value: Any) -> bytes:

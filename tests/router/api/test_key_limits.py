@@ -176,6 +176,7 @@ async def test_nesting_is_bounded_by_level_and_width_is_not_depth(start: Start) 
         assert await status('{"a":' * 8 + "1" + "}" * 8) == 400
         assert await status('"' + "[" * 500 + '"') == 200, "brackets of a text"
         assert await status("[" + ",".join(["[]"] * 500) + "]") == 200
+        assert await status("[" + ",".join(["[]"] * 100_000) + "]") == 400
 
 
 PAGE = "https://page.example"

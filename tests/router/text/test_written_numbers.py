@@ -4,7 +4,14 @@ import orjson
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from space_router.text.written_numbers import WrittenNumber, as_bytes, dumps, loads
+from space_router.text.written_numbers import (
+    MAX_CONTAINERS,
+    TooManyContainers,
+    WrittenNumber,
+    as_bytes,
+    dumps,
+    loads,
+)
 
 
 @given(st.integers(-(10**40), 10**40))
@@ -20,6 +27,20 @@ def test_an_integer_is_written_as_it_was_read(number: int) -> None:
 def test_what_is_no_json_is_refused(text: str) -> None:
     with pytest.raises(orjson.JSONDecodeError):
         loads(text)
+
+
+@pytest.mark.parametrize("container", ["[]", "{}", '[{"a":[["\\\\"]]}]'])
+def test_more_lists_and_objects_than_allowed_are_refused_unread(container: str) -> None:
+    number = MAX_CONTAINERS // (container.count("[") + container.count("{"))
+    allowed = "[" + ",".join([container] * (number - 1)) + "]"
+    assert len(loads(allowed)) == number - 1
+    with pytest.raises(TooManyContainers):
+        loads("[" + ",".join([container] * (number + 1)) + "]")
+
+
+@pytest.mark.parametrize("text", ["[" * 2 * MAX_CONTAINERS, '"[{' * MAX_CONTAINERS, "\\[" * 2 * MAX_CONTAINERS])
+def test_brackets_in_strings_are_no_lists(text: str) -> None:
+    assert loads(orjson.dumps([text, "]", text])) == [text, "]", text]
 
 
 def test_deep_json_is_read() -> None:
