@@ -202,7 +202,7 @@ def check_same(before: Mapping[str, Any], now: Mapping[str, Any], out: Path) -> 
             f"{out} holds a run with {name} = {before[name]}, which was removed because it does not add accepted "
             "drafts. Give another --out, or --restart."
         )
-    for name in sorted(set(before) & set(now)):
+    for name in sorted(set(before) & set(now), key=lambda name: (name != "model", name)):  # what follows from it last
         if name not in RESUMABLE and before[name] != now[name]:
             raise InvalidPlan(
                 f"{out} holds a run with {name} = {before[name]}; this one has {now[name]}. "

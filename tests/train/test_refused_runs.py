@@ -10,8 +10,9 @@ from doubles.train_command import train, write_records
 from space_train.data.examples import Example
 from space_train.data.rows import PackedExamples
 from space_train.data.train_batch import Texts, _places
-from space_train.run_folder import FolderLock
+from space_train.run_folder import FolderLock, check_same
 from space_train.self_generation.self_generate import OwnText, OwnTexts, ScribeCounts
+from space_train.train_plan import InvalidPlan
 
 OWN = "--self-generate 3 --self-generate-tokens 8 --own-share 0.5"
 
@@ -104,6 +105,12 @@ def test_a_refused_restart_forgets_nothing(data: str, flags: str, base: Path, tm
     (tmp_path / ".jsonl").write_text("")
     assert train(base, tmp_path / f"{data}.jsonl", out, f"{flags} --restart") == 2
     assert files_of(out) == before
+
+
+def test_another_model_is_named_before_what_differs_with_it() -> None:
+    before = {"adapter and draft head of the model": "a", "model": "b", "weights of the model": "c"}
+    with pytest.raises(InvalidPlan, match=r"holds a run with model = b; this one has B\."):
+        check_same(before, {name: value.upper() for name, value in before.items()}, Path("out"))
 
 
 def test_another_run_is_named_before_its_memory(

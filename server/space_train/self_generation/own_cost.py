@@ -120,7 +120,7 @@ class OwnCost:
             if self.device == "cpu":  # on a GPU a worker takes what is free
                 settings["kv_memory"] = text * (most + 1)
         settings["max_sequences"] = most
-        if most >= DRAFTS_BELOW:
+        if most >= min(DRAFTS_BELOW, count):  # few texts end before a calibration has paid
             settings |= {"speculation": "off", "calibration_seconds": 0}
         return settings
 

@@ -323,9 +323,9 @@ def write_own_texts(
 
     Prompt i uses temperature i mod their number, and seed + i. Texts already in `file` are not generated again.
     `eos_stops`: a text ends with EOS, which is kept; otherwise only after `max_tokens` ids (or at the window's end).
-    `banned_ids` are never sampled. `until`: when writing ends, on `time.monotonic`: texts of LEAST_IDS or more are then
-    kept unfinished, and a later call goes on with them. `worker`: settings of `spaceserve worker`, such as
-    max_sequences and device.
+    `banned_ids` are never sampled. `until`: when writing ends, on `time.monotonic`, or as soon as there is a text:
+    those of LEAST_IDS or more are then kept unfinished, and a later call goes on with them. `worker`: settings of
+    `spaceserve worker`, such as max_sequences and device.
 
     A worker that dies is restarted and generation continues. Raises WorkerLost if it dies twice without finishing a
     text in between, WorkerNotReady for a checkpoint that cannot be served, and OwnTextError for unusable prompts or
@@ -469,8 +469,8 @@ def _write_all(
     tally: ScribeCounts,
     progress: _GenerationProgress,
 ) -> None:
-    """Generate until `todo` is empty or the time is up. A lost worker is restarted if a text has finished since the
-    last loss."""
+    """Generate until `todo` is empty or the time is up, but not before there is a text to learn from. A lost worker is
+    restarted if a text has finished since the last loss."""
 
     def write_with(address: str) -> None:
         with GrpcWorker(address) as worker:
@@ -484,11 +484,14 @@ def _write_all(
                 unfinished = [len(text.output) for text in todo.values()]
                 now = time.monotonic()
                 progress.show(ended, unfinished, now, recipe.max_tokens)
-                if now >= progress.until:
+                if now >= progress.until and has_some():
                     break
 
+    def has_some() -> bool:
+        return bool(own.texts) or any(len(text.output) >= LEAST_IDS for text in todo.values())
+
     num_left_at_loss = None
-    while todo and time.monotonic() < progress.until:
+    while todo and not (time.monotonic() >= progress.until and has_some()):
         try:
             progress.show_loading()
             with WorkerProcess(flags) as process:

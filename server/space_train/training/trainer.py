@@ -41,6 +41,8 @@ from space_train.networks.trainee import Trainee
 from space_train.progress import Counters, ProgressLines, RunClock, duration
 from space_train.run_folder import (
     MODEL,
+    OWN_TEXT_FILE,
+    OWN_USER_TURNS,
     STATE_FILE,
     Measures,
     check_may_write,
@@ -208,7 +210,9 @@ def stopped_at_once(out: Path) -> str:
     """Describe the files in `out` of a run that was stopped outside of an update."""
     updates = kept_updates(out)
     if updates is None:
-        return "Stopped before an update was saved."
+        has_texts = any((out / name).exists() for name in (OWN_TEXT_FILE, OWN_USER_TURNS))
+        texts = f" {out} keeps the texts that it wrote: {GO_ON}." if has_texts else ""
+        return f"Stopped before an update was saved.{texts}"
     return f"Stopped. {out} keeps the run up to update {updates}: {GO_ON}."
 
 

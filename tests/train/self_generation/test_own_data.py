@@ -256,12 +256,20 @@ def test_answers_that_loop_repeat_or_say_nothing_are_left_out_and_cut_ones_kept(
 
 @pytest.mark.parametrize("dies_after", [5, 16], ids=["in user turns", "in answers"])
 def test_a_run_that_was_killed_goes_on_with_the_same_texts(
-    dies_after: int, chat: Path, tmp_path: Path, writer: Writer, packages: Path, monkeypatch: pytest.MonkeyPatch
+    dies_after: int,
+    chat: Path,
+    tmp_path: Path,
+    writer: Writer,
+    packages: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert own(chat, tmp_path / "whole") == 0
     whole, writer.written = writer.written, []
     writer.dies_after = dies_after
     assert own(chat, tmp_path / "cut") == 130
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.endswith("keeps the texts that it wrote: the same command, without --restart, goes on from there.")
     writer.dies_after = 10**9
     # Other packages since then: the prompts of the run stay.
     monkeypatch.setattr("space_train.self_generation.prompts.installed_folders", lambda: [packages / "one"])
@@ -458,6 +466,7 @@ def test_as_many_texts_at_once_as_the_memory_holds() -> None:
     one = cost(device="cpu").worker_settings(5000, 600, weights)
     assert (one["max_sequences"], one["kv_memory"]) == (1, 2 * text)
     assert "speculation" not in one, "few texts at once are worth drafts"
+    assert cost(device="cpu").worker_settings(9, 600, 10**12)["speculation"] == "off", "but not few texts"
     assert cost(device="cpu").worker_settings(5000, 600, 10**12)["max_sequences"] == 64
 
 

@@ -318,8 +318,15 @@ def test_texts_that_the_time_ends_are_kept_as_far_as_they_go_and_gone_on_with(
 
 
 def test_no_worker_starts_when_the_time_is_up(folder: Path, tmp_path: Path, workers: type[ThreadWorker]) -> None:
-    assert write(folder, tmp_path / "own.jsonl", until=time.monotonic()).texts == ()
-    assert workers.num_starts == 0
+    whole = write(folder, tmp_path / "own.jsonl", PROMPTS[:1])
+    assert write(folder, tmp_path / "own.jsonl", until=time.monotonic()).texts == whole.texts
+    assert workers.num_starts == 1
+
+
+@pytest.mark.usefixtures("workers")
+def test_a_start_that_takes_all_the_time_still_gives_a_text(folder: Path, tmp_path: Path) -> None:
+    late = write(folder, tmp_path / "own.jsonl", until=time.monotonic(), max_sequences=2, speculation="off")
+    assert [len(text.output) for text in late.texts] == [MAX_TOKENS] * 2, "shorter than LEAST_IDS: until one ends"
 
 
 def test_a_restart_keeps_no_unfinished_text(tmp_path: Path) -> None:
