@@ -26,6 +26,9 @@ HYBRIDS = (
     "ids-nemotron_h",
     "own-jamba",
     "ids-lfm3",
+    "ids-mamba",
+    "own-falcon_mamba",
+    "ids-mamba2",
 )
 """Masks with ids, or the checkpoint's own gated adapter."""
 

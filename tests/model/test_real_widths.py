@@ -144,6 +144,16 @@ WIDTHS: dict[str, dict[str, Any]] = {
         "hidden_size": 2048, "ffn_dim": 8192, "num_heads": 32, "kv_heads": 32, "head_dim": 64,
         "word_embed_proj_dim": 2048,
     },
+    "mamba": {  # Mamba-2.8B
+        "hidden_size": 2560, "intermediate_size": 5120, "state_size": 16, "time_step_rank": 160,
+    },
+    "falcon_mamba": {  # FalconMamba-7B
+        "hidden_size": 4096, "intermediate_size": 8192, "state_size": 16, "time_step_rank": 256,
+    },
+    "mamba2": {  # Codestral Mamba 7B
+        "hidden_size": 4096, "num_heads": 128, "state_size": 128, "n_groups": 8,
+        "time_step_limit": [0.0, float("inf")],
+    },
 }  # fmt: skip
 """Fields of config.json as published, but for layers, experts and vocabulary."""
 

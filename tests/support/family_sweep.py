@@ -128,6 +128,8 @@ _OF_FAMILY: dict[str, dict[str, Any]] = {
     "llama4_text": {"intermediate_size_mlp": 128, "attention_chunk_size": WINDOW, "no_rope_layers": [1, 0]},
     **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid"), _HYBRID | _DELTA),
     "bamba": {"attn_layer_indices": [1]} | _MAMBA_2, "falcon_h1": _MAMBA_2, "granitemoehybrid": _HYBRID | _MAMBA_2,
+    "mamba2": {"num_heads": 8, "state_size": 8, "n_groups": 2},
+    **{kind: {"state_size": 8, "time_step_rank": 8} for kind in ("mamba", "falcon_mamba")},
     "nemotron_h": _MAMBA_2 | {"layers_block_type": ["linear_attention", "full_attention", "mlp"]},
     "gemma4_text": _GEMMA_4 | {"num_kv_shared_layers": 2}, "gemma4_unified_text": _GEMMA_4,
     "gemma3n_text": {

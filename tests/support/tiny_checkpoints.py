@@ -153,6 +153,9 @@ MORE_FAMILIES: dict[str, dict[str, Any]] = {
         "expert_layer_period": 2, "expert_layer_offset": 1, "num_experts": 4, "mamba_d_state": 8, "mamba_dt_rank": 12,
         **_MOE,
     },
+    "mamba": {"model_type": "mamba", "state_size": 8, "time_step_rank": 12},
+    "falcon_mamba": {"model_type": "falcon_mamba", "state_size": 8, "time_step_rank": 12, "mixer_rms_eps": 1e-6},
+    "mamba2": {"model_type": "mamba2", "state_size": 8, "n_groups": 2, "time_step_limit": [0.01, 0.2]},
 }  # fmt: skip
 """Families that compute their attention themselves (`bloom` has linear biases), one whose angles depend on the served
 window, and latent attention (MLA) with queries from one linear, as in V2-Lite, or from two. MiMo has values of another
@@ -162,7 +165,8 @@ keys are values, too, and some have experts. Llama 4 has layers that see chunks 
 positions whose queries are scaled by position, and experts of scaled rows. Gemma 3n passes on four versions of every
 row, and XGLM adds its positions to embeddings. `alibi_llama` is Baichuan of 13B. Of the hybrids, whose layers are
 recurrent or attend, the first four have a gated delta rule, LFM2 and LFM3 short convolutions, Jamba Mamba's scan, the
-others Mamba-2's: Falcon-H1 beside attention in every layer, with factors everywhere."""
+others Mamba-2's: Falcon-H1 beside attention in every layer, with factors everywhere. The last three have no layer that
+attends."""
 
 
 _FEW_IMAGES = {"depth": 1, "embed_dim": 32, "hidden_size": 64, "num_heads": 2}
@@ -273,6 +277,11 @@ def _name_heads(fields: dict[str, Any]) -> None:
         kv_heads = fields.pop("num_key_value_heads")
         if kind == "falcon":
             fields["num_kv_heads"] = kv_heads
+    if kind in ("mamba", "mamba2", "falcon_mamba"):
+        heads = fields.pop("num_attention_heads")
+        for name in ("head_dim", "num_key_value_heads", "max_position_embeddings"):
+            del fields[name]
+        fields |= {"num_heads": heads, "head_dim": 2 * fields["hidden_size"] // heads} if kind == "mamba2" else {}
     if "kv_lora_rank" in fields:  # every head has keys of its own, until they are compressed
         del fields["head_dim"]
         fields["num_key_value_heads"] = fields["num_attention_heads"]

@@ -20,7 +20,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, 
 from space_model.checkpoint.alibi_llama import ALIBI_LLAMA
 from space_model.checkpoint.checkpoint import Checkpoint
 from space_model.checkpoint.quantized_formats import read_format
-from space_model.checkpoint.recurrent_layers import HYBRIDS, UNSERVED_LAYERS, attending_layers
+from space_model.checkpoint.recurrent_layers import HYBRIDS, UNSERVED_LAYERS, WITHOUT_ATTENTION, attending_layers
 from space_model.checkpoint.text_part import text_names, text_part
 from space_model.model_error import UnsupportedModel
 from space_model.model_facts import LayerKV
@@ -291,6 +291,10 @@ def parse_config(said: Mapping[str, Any], name: str) -> PreTrainedConfig:
         ) from error
 
 
+_WITHOUT_POSITIONS = 8192
+"""Served window of models that have no positions, unless another is asked for: what FalconMamba was trained with."""
+
+
 def positions(config: PreTrainedConfig) -> int | None:
     """Return how many positions are served unless more are asked for; None if config.json does not say."""
     names = "max_position_embeddings", "max_seq_len", "seq_length"  # MPT has the second, BLOOM the third or none
@@ -300,14 +304,18 @@ def positions(config: PreTrainedConfig) -> int | None:
         return int(rope["original_max_position_embeddings"])  # beyond it all angles are others (networks/fixed_rope)
     if found is None and config.model_type == "bloom":
         return 2048
+    if config.model_type in WITHOUT_ATTENTION:
+        return _WITHOUT_POSITIONS
     return None if found is None else int(found)
 
 
 def longest(config: PreTrainedConfig) -> int | None:
-    """Return how many positions may be asked for; None if config.json does not say."""
+    """Return how many positions may be asked for; None if config.json does not say, or the model has none."""
     rope, trained = getattr(config, "rope_parameters", None) or {}, positions(config)
     if rope.get("rope_type") == "longrope":
         return int(config.max_position_embeddings)
+    if config.model_type in WITHOUT_ATTENTION:
+        return None
     if rope.get("rope_type") == "dynamic" and trained is not None:
         return int(trained * float(rope.get("factor", 1.0)))
     return trained
@@ -341,6 +349,8 @@ def sizes(config: PreTrainedConfig) -> tuple[int, int, int]:
 
 
 def _sizes(config: PreTrainedConfig) -> tuple[int, int, int]:
+    if config.model_type in WITHOUT_ATTENTION:
+        return 0, 0, 0
     heads = int(config.num_attention_heads)
     if (latent := latent_dim(config)) is not None:
         return heads, 1, latent + int(config.qk_rope_head_dim)

@@ -14,11 +14,14 @@ _DELTA = frozenset({"linear_attention"})
 HYBRIDS: Mapping[str, frozenset[str]] = {
     "bamba": _DELTA,
     "falcon_h1": frozenset({"hybrid"}),
+    "falcon_mamba": _DELTA,
     "granitemoehybrid": _DELTA,
     "jamba": _DELTA,
     "lfm2": frozenset({"conv"}),
     "lfm2_moe": frozenset({"conv"}),
     "lfm3": frozenset({"conv"}),
+    "mamba": _DELTA,
+    "mamba2": _DELTA,
     "nemotron_h": frozenset({"linear_attention", "mlp", "moe"}),
     "olmo_hybrid": _DELTA,
     "qwen3_5_moe_text": _DELTA,
@@ -27,13 +30,12 @@ HYBRIDS: Mapping[str, frozenset[str]] = {
 }
 """model_type -> the kinds of layers that it has beside full and sliding attention."""
 
-_NO_KEYS = "are recurrent throughout; a sequence is scheduled by the pages of its keys and values, and would have none"
+WITHOUT_ATTENTION = frozenset({"falcon_mamba", "mamba", "mamba2"})
+"""Those that are recurrent throughout: their pages hold no keys and values, and count tokens alone."""
+
 _OF_ITS_OWN = "have linear_attention layers of their own kind"
 UNSERVED_LAYERS: Mapping[str, str] = {
-    "falcon_mamba": _NO_KEYS,
     "kimi_linear": f"{_OF_ITS_OWN} (Kimi delta attention), which decay each channel of a key on its own",
-    "mamba": _NO_KEYS,
-    "mamba2": _NO_KEYS,
     "minimax": f"{_OF_ITS_OWN} (lightning attention)",
     "recurrent_gemma": f"{_OF_ITS_OWN} (RG-LRU)",
     "zamba": "attend by one block that several layers share, which reads the embedding as well",
@@ -77,8 +79,14 @@ def _state(config: PreTrainedConfig) -> LayerState:
             2 * key_heads * key_dim + heads * width, int(config.linear_conv_kernel_dim), (heads, key_dim, width)
         )
     if config.model_type == "jamba":
-        return _of_channels(int(config.mamba_expand * config.hidden_size), config)
-    if config.model_type == "nemotron_h":
+        sizes = int(config.mamba_d_state), int(config.mamba_d_conv)
+        return _of_channels(int(config.mamba_expand * config.hidden_size), *sizes)
+    if config.model_type in ("falcon_mamba", "mamba"):
+        return _of_channels(int(config.intermediate_size), int(config.state_size), int(config.conv_kernel))
+    if config.model_type == "mamba2":
+        heads, width, size = int(config.num_heads), int(config.head_dim), int(config.state_size)
+        groups, taps, inner = int(config.n_groups), int(config.conv_kernel), int(config.expand * config.hidden_size)
+    elif config.model_type == "nemotron_h":
         heads, width, size = int(config.mamba_num_heads), int(config.mamba_head_dim), int(config.ssm_state_size)
         groups, taps, inner = int(config.n_groups), int(config.conv_kernel), heads * width
     else:
@@ -97,8 +105,7 @@ _CHANNELS = 64
 """Channels of Mamba's first version that are computed together."""
 
 
-def _of_channels(inner: int, config: PreTrainedConfig) -> LayerState:
+def _of_channels(inner: int, size: int, taps: int) -> LayerState:
     """Return the state of Mamba's first version, in which each channel decays on its own."""
     together = math.gcd(inner, _CHANNELS)
-    size, taps = int(config.mamba_d_state), int(config.mamba_d_conv)
     return LayerState(inner, taps, (inner // together, together, size), inner + 2 * size, begins_anew=True)

@@ -390,6 +390,7 @@ class TransformersNetwork:
         self._prefix = f"{prefix}."
         self._attention = attend
         self._embedding = table_of(base.get_input_embeddings())
+        self._dtype = base.get_input_embeddings().weight.dtype
         self._gate = gate or ServedGate()
         self._current = CurrentStep.of(base)
         self._shared = KVSharingDict() if "reuse" in (getattr(base.config, "kv_sharing_modes", None) or ()) else None
@@ -487,7 +488,7 @@ class TransformersNetwork:
             named = {**self._current.keywords, "space_step": step}
             out = self.base(input_ids=ids, position_ids=positions, use_cache=False, **named)
         hidden: Tensor = out.last_hidden_state[0]
-        return hidden
+        return hidden.to(self._dtype)  # Mamba's residuals are in float32, and so is what its last norm returns
 
 
 def make_row_invariant(base: nn.Module, num_threads: int, *, weights: str = "plain") -> None:

@@ -33,6 +33,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer, LinearAttentionAndFullAttentionLayer, LinearAttentionLayer
 
 from space_model.checkpoint import family
+from space_model.checkpoint.recurrent_layers import WITHOUT_ATTENTION
 from space_model.model_error import UnsupportedModel
 from space_model.model_facts import ModelFacts
 from space_model.networks.altup import coefficient_linears
@@ -305,13 +306,18 @@ class _Walk:
                 out = (self._model if self._has_head else self._base)(
                     input_ids=torch.tensor([rows.ids], device=device),
                     position_ids=torch.arange(rows.start, rows.start + len(rows.ids), device=device)[None],
-                    past_key_values=Cache(layers=list(cache)),
                     use_cache=True,
+                    **{self._cache_name: Cache(layers=list(cache))},
                 )
         finally:
             hook.remove()
         logits: Tensor | None = out.logits[0] if self._has_head else None
         return logits
+
+    @property
+    def _cache_name(self) -> str:
+        """Return the keyword of transformers' forward for the cache."""
+        return "cache_params" if self._base.config.model_type in WITHOUT_ATTENTION else "past_key_values"
 
     @contextmanager
     def _around_layers(self, dtype: torch.dtype) -> Iterator[None]:

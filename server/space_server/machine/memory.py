@@ -121,12 +121,15 @@ def choose_num_blocks(facts: PageNeed, *, block_size: int, amount: int | float |
     """Return how many blocks of `block_size` slots fit in `amount`: bytes, a fraction of `available`, or None for a
     default.
 
+    Blocks without keys and values (a model that is recurrent throughout) take no memory: there are 64 whole windows.
     On a CPU the default holds 64 whole windows, within 1 GiB and half the free memory, but at least one window where
     that fits. On a GPU it is 0.9 of what is free after the largest step. Raises NotEnoughMemory if not even one window
     fits.
     """
     block_bytes = facts.kv_bytes_per_token * block_size
     window_blocks = -(-facts.window // block_size)
+    if not block_bytes:
+        return _DEFAULT_SEQUENCES * window_blocks
     if amount is None and facts.device.type == "cpu":
         wanted = min(_DEFAULT_SEQUENCES * window_blocks * block_bytes, _DEFAULT_BYTES)
         budget = min(wanted, int(available * _CPU_FRACTION))

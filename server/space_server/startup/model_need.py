@@ -448,7 +448,7 @@ def shown(num_bytes: int) -> str:
 def _window(model: PreTrainedConfig, asked: int | None) -> int:
     """Positions of the longest sequence; impossible values are refused when the model is loaded."""
     trained, longest = family.positions(model) or 0, family.longest(model) or 0
-    return min(asked or trained, longest or asked or 0) or 1
+    return min(asked or trained, longest or asked or trained) or 1
 
 
 def _drafting(home: Path, section: SpaceSection) -> Iterator[Path]:

@@ -18,6 +18,7 @@ from space_model.model_error import UnsupportedModel
 from space_model.networks.network import StateRoom
 from space_model.networks.recurrent import mixers
 from space_model.space_model import SpaceModel
+from space_server.machine.memory import choose_num_blocks
 from tiny_checkpoints import MORE_FAMILIES, tiny_checkpoint, tiny_lora
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -38,6 +39,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "a least step": ("nemotron_h", {"time_step_min": 0.05, "use_conv_bias": False}),
     "one bias less, one more": ("jamba", {"mamba_conv_bias": False, "mamba_proj_bias": True, "num_experts": 1}),
     "neither gates nor norms": ("lfm3", {"use_attention_gate": False, "use_sandwich_norm": False}),
+    "no biases but of linears": ("mamba", {"use_conv_bias": False, "use_bias": True, "tie_word_embeddings": False}),
+    "residuals as weights, and one group": ("mamba2", {"residual_in_fp32": False, "n_groups": 1, "use_bias": True}),
 }
 
 
@@ -67,7 +70,7 @@ def test_so_are_those_of_what_configs_may_say(name: str, tmp_path: Path) -> None
     check(tiny_checkpoint(tmp_path, family, num_masks=0, **fields))
 
 
-@pytest.mark.parametrize("family", ["qwen3_next", "falcon_h1", "lfm2", "jamba"])
+@pytest.mark.parametrize("family", ["qwen3_next", "falcon_h1", "lfm2", "jamba", "mamba2"])
 @pytest.mark.parametrize("how", [{}, {"weights": "int8"}, {"attention": "torch"}], ids=str)
 def test_in_bfloat16_chunks_have_the_same_bits(family: str, how: dict[str, str], tmp_path: Path) -> None:
     model = load_model(tiny_checkpoint(tmp_path, family, num_masks=0), dtype="bfloat16", **how)
@@ -85,6 +88,23 @@ def test_recurrent_layers_have_no_pages_and_states_are_counted(tmp_path: Path) -
     assert kv.states.num_bytes == 3 * facts.state_bytes(4)
     of_a_layer = 4 * 16 * 24 + (4 + 3) * (2 * 2 * 16 + 4 * 24) + 4 * 2 * 4
     assert facts.state_bytes(4) == 2 * 2 * 4 * of_a_layer  # layers, versions, bytes
+
+
+@pytest.mark.parametrize("family", ["mamba", "falcon_mamba", "mamba2"])
+def test_a_model_without_attention_has_pages_that_take_no_memory_and_any_window(family: str, tmp_path: Path) -> None:
+    path = tiny_checkpoint(tmp_path, family, num_masks=0)
+    facts = load_model(path, dtype="float32").facts
+    assert facts.window == 8192
+    assert facts.kv_bytes_per_token == 0
+    assert all(facts.states)
+    num_blocks = choose_num_blocks(facts, block_size=16, amount=None, available=1)
+    assert num_blocks == 64 * 8192 // 16
+    model = load_model(path, dtype="float32", max_model_len=100_000)
+    kv = model.allocate_kv(num_blocks, 16, StateRoom(3, 4))
+    assert sum(tensor.nbytes for tensor in (*kv.keys, *kv.values)) == 0
+    assert kv.states is not None
+    assert kv.states.num_bytes == 3 * facts.state_bytes(4)
+    assert model.facts.window == 100_000
 
 
 def test_a_lora_acts_on_the_linears_of_recurrent_layers(tmp_path: Path) -> None:

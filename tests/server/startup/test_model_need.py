@@ -113,7 +113,7 @@ def test_pages_of_compressed_keys_and_unequal_values_are_counted_as_they_are(
     assert need.kv_bytes_per_token == model.facts.kv_bytes_per_token == sum(pages.values()) // (3 * 16)
 
 
-@pytest.mark.parametrize("family", ["qwen3_next", "lfm2", "falcon_h1"])
+@pytest.mark.parametrize("family", ["qwen3_next", "lfm2", "falcon_h1", "mamba2"])
 @pytest.mark.parametrize(("words", "most"), [([], 8), (["--speculation", "off"], 3), (["--speculation", "12"], 12)])
 def test_recurrent_states_are_counted_as_they_are_allocated(
     family: str, words: list[str], most: int, tmp_path: Path
@@ -122,6 +122,7 @@ def test_recurrent_states_are_counted_as_they_are_allocated(
     config = parse(["--listen", "h:1", "--model", str(folder), "--device", "cpu", "--dtype", "float32", *words])
     need, facts = ModelNeed.asked(config, ModelSource(config).checkpoint()), load_model(folder, dtype="float32").facts
     assert need.states == facts.state_bytes(most)
+    assert need.window == facts.window
     states = PagedKV.allocate(facts, 1, 16, room=StateRoom(3, most)).states
     assert states is not None
     assert states.num_bytes == 3 * need.states

@@ -61,7 +61,7 @@ def _unit(x: Tensor) -> Tensor:
 
 
 def mamba2(module: Any, hidden: Tensor, memory: LayerMemory, step: StateStep) -> Tensor:
-    """Stand in for a module of Mamba-2 (Bamba, Granite 4, Falcon-H1, Nemotron-H): [1, R, hidden] -> the same"""
+    """Stand in for a module of Mamba-2 (also in Bamba, Granite 4, Falcon-H1, Nemotron-H): [1, R, hidden] -> the same"""
     scaled = hidden * module.ssm_in_multiplier if hasattr(module, "ssm_in_multiplier") else hidden
     projected = module.in_proj(scaled)
     if hasattr(module, "mup_vector"):
@@ -95,13 +95,15 @@ def decay_rates(module: Any) -> Tensor:
 
 
 def mamba(module: Any, hidden: Tensor, memory: LayerMemory, step: StateStep) -> Tensor:
-    """Stand in for a module of Mamba's first version (Jamba): [1, R, hidden] -> the same"""
+    """Stand in for a module of Mamba's first version (Mamba, FalconMamba, Jamba): [1, R, hidden] -> the same"""
     x, gate = module.in_proj(hidden).chunk(2, dim=-1)
     inputs = _convolved(x[0], module.conv1d, module.activation, memory, step)
     own = inputs[step.num_replayed :]
     rank, size = module.time_step_rank, module.ssm_state_size
     parts = module.x_proj(own.to(hidden.dtype)[None]).split([rank, size, size], dim=-1)
-    dt, b, c = (norm(part) for norm, part in zip(_norms(module), parts, strict=True))
+    dt, b, c = parts
+    if hasattr(module, "dt_layernorm"):
+        dt, b, c = module.dt_layernorm(dt), module.b_layernorm(b), module.c_layernorm(c)
     delta = softplus(module.dt_proj(dt)[0].float())
     logged = with_logged(torch.cat([delta, b[0].float(), c[0].float()], dim=1)[:, None], memory, step)[:, 0]
     delta, b, c = torch.split(logged, [delta.shape[1], size, size], dim=1)
@@ -121,11 +123,6 @@ def mamba(module: Any, hidden: Tensor, memory: LayerMemory, step: StateStep) -> 
         rows = rows * torch.nn.functional.silu(gate.float())
     made: Tensor = module.out_proj(rows.to(hidden.dtype))
     return made
-
-
-def _norms(module: Any) -> tuple[Any, Any, Any]:
-    """Return the norms of Δ, b and c."""
-    return module.dt_layernorm, module.b_layernorm, module.c_layernorm
 
 
 def short_convolution(module: Any, hidden: Tensor, memory: LayerMemory, step: StateStep) -> Tensor:
