@@ -56,7 +56,8 @@ print(run.peak_bytes())
 @pytest.mark.parametrize(
     ("method", "precision", "rows"),
     [
-        ("gated-lora", "bf16", 8),
+        ("gated-lora", "bf16", 4),
+        pytest.param("gated-lora", "bf16", 8, marks=pytest.mark.slow),
         pytest.param("gated-lora", "no", 4, marks=pytest.mark.slow),
         pytest.param("gated-lora", "bf16", 1, marks=pytest.mark.slow),
         ("full", "no", 4),
