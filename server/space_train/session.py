@@ -44,6 +44,7 @@ from space_train.run_folder import (
     inputs_of,
     kept_parts,
 )
+from space_train.self_generation.own_cost import OwnCost
 from space_train.text_source import DataTextSource, Ledger, OwnTextSource, TextSettings, TextSource
 from space_train.train_plan import InvalidPlan, Method, TrainPlan
 from space_train.training.checkpoint import OwnMasks, check_can_start_from, check_given_ids
@@ -120,6 +121,10 @@ def _run_locked(options: argparse.Namespace, plan: TrainPlan, started: float, lo
     plan, note = in_memory(plan, checkpoint, processes.num_processes, is_chosen=chosen, resumes=holds_state(out))
     if note and processes.is_main_process:
         print(note, file=sys.stderr, flush=True)
+        if plan.budget.minutes is not None and not holds_state(out):
+            cost = OwnCost.here(shape_of(checkpoint), plan, settings.max_tokens, cpu=on_cpu(), chat=False)
+            if slow := cost.describe_slow_updates(plan):
+                print(slow, file=sys.stderr, flush=True)
     if processes.is_main_process:
         with torch.device("meta"):
             check_disk(out, checkpoint, meta, plan, getattr(torch, options.weights))

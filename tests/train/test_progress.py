@@ -162,7 +162,9 @@ def test_a_run_says_where_it_goes_on_and_what_it_expects_of_a_step(
     assert "goes on" not in first
     again = run(None)
     assert "gated-lora: goes on from update 2 of 5 (40 %)." in again
-    assert "goes on" not in run(None), "a finished run"
+    finished = run(None)
+    assert "goes on" not in finished
+    assert "gated-lora: nothing is left to train: the run ended with update 5." in finished
 
 
 def test_a_first_signal_says_what_a_second_one_loses(tmp_path: Path) -> None:

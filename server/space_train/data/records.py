@@ -41,6 +41,7 @@ JSON_LINES = frozenset({".jsonl", ".ndjson"})
 TEXT = frozenset({".txt", ".text", ".md", ".rst", ".tex"})
 CODE = frozenset({".py", ".pyi", ".js", ".ts", ".go", ".rs", ".c", ".h", ".cc", ".cpp", ".hpp", ".java", ".rb", ".sh"})
 TABLES = frozenset({".parquet", ".arrow", ".csv", ".tsv"})
+PACKED = frozenset({".gz", ".tgz", ".bz2", ".xz", ".zst", ".zip", ".tar", ".7z"})
 READ_HERE = JSON_LINES | {".json"} | TEXT | CODE
 SAVED_BY_DATASETS = ("dataset_dict.json", "state.json")
 
@@ -72,9 +73,10 @@ def records(source: str, *, split: str = "train") -> Iterator[SourceRecord]:
             _only_train(source, split)
             yield from _file(path)
         else:
+            cure = "Unpack it, and name" if path.suffix.lower() in PACKED else "Name"
             raise SourceNotFound(
                 f"{path} ends in {path.suffix or 'nothing'}, which says no form of data. "
-                f"Name it {', '.join(sorted(READ_HERE | TABLES))}."
+                f"{cure} it {', '.join(sorted(READ_HERE | TABLES))}."
             )
     elif source.startswith(("/", ".", "~")) or path.suffix.lower() in READ_HERE | TABLES or not source.strip():
         raise SourceNotFound(f"There is no file or folder {source!r}. Give a file, a folder, or the id of a dataset.")

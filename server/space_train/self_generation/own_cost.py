@@ -20,6 +20,8 @@ MOST_WRITING_SHARE, FEWEST_IN_TIME = 1 / 2, 8
 """Writing ends when this share of the minutes is used: a machine that other programs slow down trains on fewer texts.
 The fewest texts that a budget in minutes asks for, since what it does not pay for is not written anyway."""
 
+FEW_UPDATES = 4  # in the minutes of a run, below which it says how long one takes
+
 PROMPT_IDS, TURN_IDS, FILLED = 90, 40, 0.75
 """Ids of a prompt and of a user's turn, and the share of an answer's most ids that is written: means of SmolLM2."""
 
@@ -87,7 +89,26 @@ class OwnCost:
             budget.flops and budget.flops / per_token,
         ]
         tokens = min((limit for limit in limits if limit is not None), default=math.inf)
-        return tokens * per_token / (self.product_rate * TRAINING_RATE[self.device])
+        return tokens * per_token / self._training_rate
+
+    def describe_slow_updates(self, plan: TrainPlan) -> str | None:
+        """Return a line where the minutes of `plan` hold fewer than FEW_UPDATES updates, with the cure; else None."""
+        if self.shape is None or plan.budget.minutes is None:
+            return None
+        found = estimate(self.shape, plan, cpu=self.device == "cpu")
+        num_tokens = plan.rows_per_step * plan.length
+        one = num_tokens * (found.flops_per_token + found.recomputed) / self._training_rate
+        if FEW_UPDATES * one <= 60 * plan.budget.minutes:
+            return None
+        rows = f"{plan.rows_per_step} {'row' if plan.rows_per_step == 1 else 'rows'}"
+        return (
+            f"time: an update of {rows} of {plan.length:,} ids takes about {duration(one)} here, so that "
+            f"--minutes {plan.budget.minutes:g} hold few of them. A lower --rows-per-step or --length gives more."
+        )
+
+    @property
+    def _training_rate(self) -> float:
+        return self.product_rate * TRAINING_RATE[self.device]
 
     def describe(self, plan: TrainPlan, count: int) -> str:
         """Return a line on the time that the texts and the training take."""

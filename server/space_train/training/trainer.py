@@ -411,6 +411,8 @@ class TrainingRun:
         if counters.step and (done := used()) < 1.0:
             of = run_clock.of_total()
             lines.write(f"{plan.method}: goes on from update {counters.step}{of} ({100 * done:.0f} %).")
+        elif counters.step:
+            lines.write(f"{plan.method}: nothing is left to train: the run ended with update {counters.step}.")
         # A finished run that is extended has one evaluation more than the schedule of its new budget.
         num_evaluations = min(len(counters.curve), math.ceil(used() * plan.evaluations))
         with contextlib.ExitStack() as open_things:

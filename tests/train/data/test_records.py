@@ -102,7 +102,7 @@ def test_a_path_with_nothing_there_says_so(source: str) -> None:
 
 def test_a_file_of_unknown_kind_names_the_known_ones(tmp_path: Path) -> None:
     (tmp_path / "a.zip").write_text("")
-    with pytest.raises(SourceNotFound, match=r"ends in \.zip, which says no form of data\. Name it .*\.jsonl"):
+    with pytest.raises(SourceNotFound, match=r"ends in \.zip, which says no .*\. Unpack it, and name it .*\.jsonl"):
         read(tmp_path / "a.zip")
 
 

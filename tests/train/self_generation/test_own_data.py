@@ -454,6 +454,17 @@ def test_the_number_of_texts_follows_the_budget() -> None:
     assert "not estimated" in cost(shape=None).describe(TrainPlan(), 10)
 
 
+def test_minutes_that_hold_few_updates_are_named_with_the_cure() -> None:
+    slow = cost(device="cpu", product_rate=1e12)
+    line = slow.describe_slow_updates(TrainPlan(budget=Budget(minutes=2)))
+    assert line is not None
+    one = re.search(r"^time: an update of 8 rows of 1,024 ids takes about (\d+) min", line)
+    assert one
+    assert "A lower --rows-per-step or --length gives more." in line
+    assert slow.describe_slow_updates(TrainPlan(budget=Budget(minutes=4 * (int(one[1]) + 1)))) is None
+    assert slow.describe_slow_updates(TrainPlan(budget=Budget(steps=2))) is None
+
+
 def test_as_many_texts_at_once_as_the_memory_holds() -> None:
     shape = SHAPES["1b"]
     text = 600 * 4 * shape.num_kv_heads * shape.head_dim * shape.num_layers
