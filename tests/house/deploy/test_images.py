@@ -82,6 +82,50 @@ def test_the_server_is_not_root_and_says_when_it_is_ready(steps: list[tuple[str,
     assert "PYTHONSAFEPATH=1 " in last["ENV"] + " "
 
 
+def environment(steps: list[tuple[str, str]]) -> dict[str, str]:
+    """The variables of an image's last stage."""
+    return dict(word.split("=", 1) for word in dict(steps)["ENV"].split())
+
+
+def test_the_image_has_its_user_its_volume_and_all_sources(root: Path, steps: list[tuple[str, str]]) -> None:
+    """With a read-only root, all that a server writes lies in the volume, which its user owns."""
+    last, order, here = dict(steps), [f"{word} {rest}" for word, rest in steps], environment(steps)
+    (account,) = [line for line in order if "useradd" in line]
+    assert f"useradd --uid {last['USER']} " in account
+    assert account.endswith("&& install --directory --owner spaceserve --group spaceserve /data")
+    assert last["VOLUME"] == last["WORKDIR"] == "/data"
+    assert [
+        name for name, value in here.items() if re.search("HOME|DIR$", name) and not value.startswith("/data/")
+    ] == []
+    assert here["PATH"].startswith("/opt/spaceserve/bin:")
+    assert here["PYTHONDONTWRITEBYTECODE"] == here["PYTHONUNBUFFERED"] == "1"
+    assert "COPY --chmod=755 docker/image/entrypoint.py /usr/local/bin/entrypoint.py" in order
+    assert int(last["EXPOSE"]) == build({}, {}).port
+    built = next(n for n, line in enumerate(order) if "--stages project" in line)
+    for source in ("proto", "kernels", "router", "server"):
+        assert f"COPY {source} {source}" in order[:built]
+
+
+def test_the_cpu_image_brings_the_kernels_of_every_kind_and_no_compiler(root: Path) -> None:
+    steps = instructions((root / "docker/cpu.Dockerfile").read_text())
+    last = max(place for place, (word, _) in enumerate(steps) if word == "FROM")
+    (compiled,) = [place for place, (_, rest) in enumerate(steps) if "space_kernels.build.cpu_library" in rest]
+    assert compiled < last
+    assert "g++" in steps[compiled][1].split()
+    assert not any("apt-get install" in rest for _, rest in steps[last:])
+
+
+def test_the_gpu_image_takes_all_gpus_and_compiles_kernels_into_its_volume(root: Path) -> None:
+    last = stages(root)[""]
+    here = environment(last)
+    assert here["NVIDIA_VISIBLE_DEVICES"] == "all"
+    assert set(here["NVIDIA_DRIVER_CAPABILITIES"].split(",")) == {"compute", "utility"}, "CUDA and NVML"
+    assert here["SPACESERVE_WORKERS"] == "auto"
+    assert here["TRITON_CACHE_DIR"].startswith("/data/")
+    (installed,) = [rest for word, rest in last if word == "RUN" and "apt-get install" in rest]
+    assert {"gcc", "libc6-dev", "python3-dev"} <= set(installed.split()), "Triton's launchers are compiled"
+
+
 # ------------------------------------------------------------------------------------------------------- flash-attn
 
 
@@ -101,10 +145,10 @@ def test_flash_attn_is_compiled_for_ampere_ada_and_hopper_with_a_compiler_of_the
     base, compiler = re.search(r"^ARG BASE=(\S+)", text, re.M)[1], re.search(r"^ARG CUDA=(\S+)", text, re.M)[1]
     assert compiler == base.replace("-base-", "-devel-")
     assert "FROM ${CUDA} AS flash-attn-with" in text
-    environment = dict(stages(root)["flash-attn-with"])["ENV"]
-    assert 'FLASH_ATTN_CUDA_ARCHS="80;90"' in environment  # 8.6 and 8.9 run what is compiled for 8.0
-    assert "MAX_JOBS=${MAX_JOBS}" in environment
-    assert "FLASH_ATTENTION_FORCE_BUILD=TRUE" in environment
+    compiling = dict(stages(root)["flash-attn-with"])["ENV"]
+    assert 'FLASH_ATTN_CUDA_ARCHS="80;90"' in compiling  # 8.6 and 8.9 run what is compiled for 8.0
+    assert "MAX_JOBS=${MAX_JOBS}" in compiling
+    assert "FLASH_ATTENTION_FORCE_BUILD=TRUE" in compiling
 
 
 def test_flash_attn_can_be_left_out(root: Path) -> None:
