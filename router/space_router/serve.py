@@ -18,6 +18,7 @@ from space_common.default_model import FALLBACK
 from space_common.event_loop import loop_factory
 from space_common.process import collect_seldom, drop_unwritable_output, log_to_stderr, say
 from space_common.tracing import exporting
+from starlette.types import Receive, Scope, Send
 
 from space_router.api.service import Service
 from space_router.api_keys import warn_of_plain_keys
@@ -146,10 +147,13 @@ async def serve(
             else:
                 service.keys.refresh(is_forced=True)
 
+        async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+            await app(scope, receive, send)
+
         certificate = config.certificate()
         server = WebServer(
             uvicorn_config(
-                create_app(service),
+                answer,
                 config,
                 metrics,
                 access_log=False,
@@ -163,6 +167,8 @@ async def serve(
         with server.capture_signals():  # before the first worker starts, so that a signal always ends the workers
             say(f"connecting to workers at {where}" if where else f"starting {_workers(config)}")
             await engine_scope.enter_async_context(engine)
+            app = await asyncio.to_thread(create_app, service)  # takes a while, in which the workers start
+            bound.listen(server.config.backlog)  # a worker may be ready before uvicorn listens
             address = url(bound, encrypted=config.tls_cert is not None)
             say(f"listening on {address} (/health says 503 until the model is ready)")
             if face is not None:
