@@ -79,7 +79,7 @@ MAX_RETRY_AFTER = 60.0
 AGEING_SECONDS = 30.0
 ANSWER_WITHOUT_EXPERIENCE = 128.0  # tokens
 MIN_GAPS = 8  # admissions measured before the bound on seconds holds
-MIN_WAITING = 2  # requests that may wait however slow the last ones were; while two wait, the speed is measured
+MIN_WAITING = 2  # requests that may wait however slow the last ones were; while so many wait, the speed is measured
 SHARED_SECONDS = 10.0  # after a refusal, in which the key that was refused counts among those that share the queue
 
 
@@ -118,9 +118,9 @@ class RequestQueue:
 
         `max_seconds`: the expected wait of a new request.
         """
+        self.max_waiting = max_waiting
         self.max_tokens = max_tokens
-        self._max_waiting = max_waiting
-        self._max_seconds = max_seconds
+        self.max_seconds = max_seconds
         self.num_tokens = 0  # prompt tokens of the waiting requests
         self._ageing = ageing
         self._waiting: set[RequestState] = set()
@@ -140,13 +140,6 @@ class RequestQueue:
         self._seconds_per_request = SECONDS_WITHOUT_EXPERIENCE
         self._num_gaps = 0  # measured between two admissions
         self._last_admission: float | None = None
-
-    @property
-    def max_waiting(self) -> int:
-        """Most requests that may wait now: fewer than asked for where so many would wait longer than `max_seconds`."""
-        if self._num_gaps < MIN_GAPS or self._max_seconds >= self._max_waiting * self._seconds_per_request:
-            return self._max_waiting
-        return min(self._max_waiting, max(MIN_WAITING, int(self._max_seconds / self._seconds_per_request)))
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -259,7 +252,8 @@ class RequestQueue:
         """
         if len(self) > self.max_waiting or (self.num_tokens > self.max_tokens and len(self) > 1):
             return self._refuse(key, now, self._num_of[key] - 1)
-        return self._over_share(key, now, self._num_of[key])
+        number = self._num_of[key]
+        return self._over_share(key, now, number) or self._too_late(key, number, len(self) - 1)
 
     def refusal(self, key: str, now: float) -> QueueFull | None:
         """Return the error for a new request that would have to wait; None if it may wait or may not have to."""
@@ -267,7 +261,8 @@ class RequestQueue:
             return None
         if len(self) >= self.max_waiting or self.num_tokens >= self.max_tokens:
             return self._refuse(key, now, self._num_of[key])
-        return self._over_share(key, now, self._num_of[key] + 1)
+        number = self._num_of[key] + 1
+        return self._over_share(key, now, number) or self._too_late(key, number, len(self))
 
     def _forget_refusals(self, now: float) -> None:
         while self._refused and next(iter(self._refused.values())) < now - SHARED_SECONDS:
@@ -289,6 +284,21 @@ class RequestQueue:
         waiting = f"{self._num_of[key]} prompts and choices of this API key, with {self._tokens_of[key]} prompt tokens,"
         return QueueFull(waiting, f"{num_most} of each key while others are refused", retry_after=self._seconds())
 
+    def _too_late(self, key: str, number: int, num_before: int) -> QueueFull | None:
+        """Return the error for the last of a key's `number` requests if it would wait too long.
+
+        Keys take turns: while the requests of this one leave the queue, as many leave it of each other key that waits.
+        `num_before`: requests that wait without it.
+        """
+        if self.max_seconds == math.inf or self._num_gaps < MIN_GAPS or num_before < MIN_WAITING:
+            return None
+        seconds = number * len({key, *self._num_of}) * self._seconds_per_request
+        if seconds <= self.max_seconds:
+            return None
+        retry_after = max(1.0, min(MAX_RETRY_AFTER, seconds - self.max_seconds))
+        waiting = f"{len(self._waiting)} prompts and choices of requests"
+        return QueueFull(waiting, f"what begins within {self.max_seconds:g} s", retry_after=retry_after)
+
     def _refuse(self, key: str, now: float, number: int) -> QueueFull:
         """Return the error for a further request of a key, which is remembered if its `number` is below its share."""
         self._forget_refusals(now)
@@ -306,10 +316,7 @@ class RequestQueue:
         if len(self._waiting) < self.max_waiting:
             return QueueFull(f"{self.num_tokens} prompt tokens", f"{self.max_tokens:.0f}", retry_after=self._seconds())
         waiting = f"{len(self._waiting)} prompts and choices of requests"
-        most = f"{self.max_waiting}"
-        if self.max_waiting < self._max_waiting:
-            most += f", as one waits {self._max_seconds:g} s at most"
-        return QueueFull(waiting, most, retry_after=self._seconds())
+        return QueueFull(waiting, f"{self.max_waiting}", retry_after=self._seconds())
 
     def _tenant_of(self, live: RequestState) -> TenantQueue:
         return self._returning if live.num_charged is not None else self._tenant_of_key(live.request.key)
