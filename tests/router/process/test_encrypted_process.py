@@ -174,6 +174,12 @@ def test_flags_of_encryption_that_do_not_fit_together_are_refused(flags: dict[st
     assert words in str(caught.value)
 
 
+def test_a_certificate_on_a_unix_socket_is_refused(tmp_path: Path) -> None:
+    own = authority(tmp_path)
+    with pytest.raises(ConfigError, match="--tls-cert does nothing on a Unix socket"):
+        build({"host": "unix:/s", "tls_cert": str(own.cert), "tls_key": str(own.key)}, {})
+
+
 def test_a_key_of_another_certificate_is_refused_and_not_shown(tmp_path: Path) -> None:
     one, other = authority(tmp_path, "one"), authority(tmp_path, "other")
     with pytest.raises(ConfigError, match="do not go together") as caught:
