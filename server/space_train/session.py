@@ -117,7 +117,7 @@ def _run_locked(options: argparse.Namespace, plan: TrainPlan, started: float, lo
     if options.mask_ids:
         inputs["mask ids"] = (options.mask_ids * plan.num_masks)[: plan.num_masks]
     if not options.restart:
-        check_goes_on(out, inputs)  # before memory, whose cure is of no use to another run
+        check_goes_on(out, inputs)  # before the memory check, whose advice is about this run
     plan, note = in_memory(plan, checkpoint, processes.num_processes, is_chosen=chosen, resumes=holds_state(out))
     if note and processes.is_main_process:
         print(note, file=sys.stderr, flush=True)

@@ -169,7 +169,7 @@ def test_a_model_whose_layers_count_rows_is_named_before_data_and_weights_are_re
     sizes |= {"hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 128}
     AutoConfig.for_model(kind, **sizes, bos_token_id=0, eos_token_id=0, pad_token_id=0).save_pretrained(tmp_path)
     (tmp_path / "model.safetensors").hardlink_to(base / "model.safetensors")  # another's: nobody gets so far
-    words = f"type '{kind}' have layers that count rows, in chunks or windows, and cannot be trained"
+    words = f"type '{kind}' limit attention by row numbers .* and cannot be trained"
     assert_refused(capsys, train(tmp_path, tmp_path / "no data", tmp_path / "out"), words)
 
 

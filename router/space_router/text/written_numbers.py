@@ -72,7 +72,7 @@ def loads(content: str | bytes) -> Any:
 
     Raises orjson.JSONDecodeError, also for infinities such as `1e400`, and TooManyContainers.
     """
-    written = content if isinstance(content, bytes) else content.encode()
+    written = content if isinstance(content, bytes) else content.encode(errors="surrogatepass")
     if written.count(b"[") + written.count(b"{") > MAX_CONTAINERS:
         _check_containers(written)
     value = orjson.loads(content)

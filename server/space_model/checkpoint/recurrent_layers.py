@@ -31,7 +31,7 @@ HYBRIDS: Mapping[str, frozenset[str]] = {
 """model_type -> the kinds of layers that it has beside full and sliding attention."""
 
 WITHOUT_ATTENTION = frozenset({"falcon_mamba", "mamba", "mamba2"})
-"""Those that are recurrent throughout: their pages hold no keys and values, and count tokens alone."""
+"""Types whose layers are all recurrent: their pages hold no keys and values, and only count tokens."""
 
 _OF_ITS_OWN = "have linear_attention layers of their own kind"
 UNSERVED_LAYERS: Mapping[str, str] = {

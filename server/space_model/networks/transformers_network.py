@@ -72,7 +72,7 @@ class GatedLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """That of the linear, whose dtype Hunyuan's router asks for."""
+        """The linear's weight [out, in]; the router of Hunyuan's experts reads its dtype."""
         weight: Tensor = self.linear.weight  # type: ignore[assignment]
         return weight
 

@@ -29,7 +29,7 @@ class AdaptedLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """W [out, in], whose dtype Hunyuan's router asks for."""
+        """The linear's weight [out, in]; the router of Hunyuan's experts reads its dtype."""
         return self.linear.weight
 
     def forward(self, x: Tensor) -> Tensor:

@@ -174,24 +174,26 @@ _UNUSED_MASK = torch.ones(1, 1, 1, 1, dtype=torch.bool)
 
 
 def check_is_trainable(model: PreTrainedModel) -> None:
-    """Raise UnsupportedModel if its rows cannot be put at free positions. Works on a meta model, without weights."""
+    """Raise UnsupportedModel if its mask rows cannot be computed at any position. Works on a meta model, without
+    weights."""
+    kind = repr(model.config.model_type)
     if layer_states(model.config):
         raise UnsupportedModel(
-            f"Models of type {model.config.model_type!r} have recurrent layers and cannot be trained: training puts "
-            "mask rows at free positions of a text, and each would need a state of its own there. Take a model whose "
-            "layers all attend, such as Llama, Mistral, Qwen3, Gemma or Phi; this one drafts by lookup."
+            f"Models of type {kind} have recurrent layers and cannot be trained: training adds mask rows at positions "
+            "inside a text, and each would need a recurrent state of its own. Take a model whose layers all attend, "
+            "such as Llama, Mistral, Qwen3, Gemma or Phi; this one drafts by lookup."
         )
     if family.has_linear_biases(model.config):
         raise UnsupportedModel(
-            f"Models of type {model.config.model_type!r} have linear biases (ALiBi) and cannot be trained: training "
-            "puts mask rows at free positions of a text, and biases would count rows. Take a model with rotary "
+            f"Models of type {kind} have linear biases (ALiBi) and cannot be trained: training adds mask rows at "
+            "positions inside a text, and the biases are computed from row numbers. Take a model with rotary "
             "positions, such as Llama, Mistral, Qwen, Gemma or Phi."
         )
     if family.is_chunked(model.config) or "local" in (getattr(model.config, "attention_layers", None) or ()):
         raise UnsupportedModel(
-            f"Models of type {model.config.model_type!r} have layers that count rows, in chunks or windows, and cannot "
-            "be trained: training puts mask rows at free positions of a text. Take a model whose layers go by "
-            "positions, such as Llama, Mistral, Qwen, Gemma or Phi."
+            f"Models of type {kind} limit attention by row numbers (chunks or local windows) and cannot be trained: "
+            "training adds mask rows at positions inside a text. Take a model whose layers go by positions, such as "
+            "Llama, Mistral, Qwen, Gemma or Phi."
         )
     family.name_base(model)
     family.decoder_layers(model.base_model)

@@ -23,7 +23,7 @@ def test_an_integer_is_written_as_it_was_read(number: int) -> None:
         assert type(read["a"][0]) is (int if -(2**63) <= number < 2**64 else WrittenNumber)
 
 
-@pytest.mark.parametrize("text", ['{"a": 1e400}', "[" * 3, '{"a": NaN, "b": 12345678901234567890123}'])
+@pytest.mark.parametrize("text", ['{"a": 1e400}', "[" * 3, '{"a": NaN, "b": 12345678901234567890123}', '"\ud83d"'])
 def test_what_is_no_json_is_refused(text: str) -> None:
     with pytest.raises(orjson.JSONDecodeError):
         loads(text)

@@ -1,4 +1,4 @@
-"""TCP on loopback whose connections all end with the block that opened them, whatever their other sides do."""
+"""TCP servers and connections on loopback that are closed at the end of their `async with` block."""
 
 from __future__ import annotations
 
