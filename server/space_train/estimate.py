@@ -205,6 +205,7 @@ UTILISATION = 0.4
 """Share of the datasheet rate that training reaches: common for dense decoders on one GPU, and not measured here."""
 ALLOWANCE = 2.0e9  # bytes for the CUDA context, workspaces and what the allocator cannot use
 FILL = 0.95  # share of a GPU's memory that a plan may use; the rest is the margin for errors of the estimate
+CPU_FILL = 0.8  # share of the free memory that parts are chosen for: other programs run there, and grow, too
 GB = 1e9
 LOGIT_BYTES = 20
 """Bytes per row and vocabulary entry while a loss is differentiated: the teacher's probabilities, log-probabilities and
@@ -248,9 +249,9 @@ class TrainingEstimate:
     def bytes(self) -> float:
         return sum(self.memory.values())
 
-    def fits(self, memory: float) -> bool:
-        """Whether the run fits in `memory` bytes with the margin of FILL."""
-        return self.bytes <= FILL * memory
+    def fits(self, memory: float, fill: float | None = None) -> bool:
+        """Whether the run takes at most the share `fill` of `memory` bytes; None: FILL."""
+        return self.bytes <= (FILL if fill is None else fill) * memory
 
     def seconds(self, num_tokens: float, gpu: GpuSpec, utilisation: float = UTILISATION) -> float:
         """Return the seconds for `num_tokens` real tokens."""
@@ -297,14 +298,15 @@ def estimate(shape: ModelShape, plan: TrainPlan, *, cpu: bool = False) -> Traini
 
 
 def fitted(shape: ModelShape, plan: TrainPlan, memory: float, *, cpu: bool = False) -> TrainPlan | None:
-    """Return `plan` with the fewest parts per update that fit in `memory`, recomputing layers only if needed. Returns
-    None if nothing fits."""
+    """Return `plan` with the fewest parts per update that fit in `memory`, recomputing layers only if needed. On a CPU
+    they leave room for other programs, where any do. Returns None if nothing fits."""
     parts = [n for n in range(1, plan.rows_per_step + 1) if plan.rows_per_step % n == 0 and n >= plan.accumulate]
-    for twice in sorted({plan.activation_checkpointing, plan.trains_base}):
-        for accumulate in parts:
-            tried = replace(plan, accumulate=accumulate, activation_checkpointing=twice)
-            if estimate(shape, tried, cpu=cpu).fits(memory):
-                return tried
+    for fill in (CPU_FILL, FILL) if cpu else (FILL,):
+        for twice in sorted({plan.activation_checkpointing, plan.trains_base}):
+            for accumulate in parts:
+                tried = replace(plan, accumulate=accumulate, activation_checkpointing=twice)
+                if estimate(shape, tried, cpu=cpu).fits(memory, fill):
+                    return tried
     return None
 
 
@@ -518,9 +520,13 @@ def check_fits(
             f"{cure_of(plan, num_processes, shape, free.num_bytes, cpu=True, resumes=resumes)}"
         )
     return (
-        f"memory: about {needed / GB:.1f} of the {free.num_bytes / GB:.1f} GB that are free; updates are computed in "
-        f"{_parts(plan)}."
+        f"memory: about {needed / GB:.1f} of the {free.num_bytes / GB:.1f} GB that are free; updates of {_rows(plan)} "
+        f"are computed in {_parts(plan)} (--accumulate {plan.accumulate})."
     )
+
+
+def _rows(plan: TrainPlan) -> str:
+    return f"{plan.rows_per_step} row{'s' * (plan.rows_per_step > 1)}"
 
 
 def _parts(plan: TrainPlan) -> str:

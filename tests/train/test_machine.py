@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from doubles.train_command import train, write_records
 from space_model.free_memory import FreeMemory
-from space_train.estimate import CPU_ALLOWANCE, SHAPES, ModelShape, estimate, parts_on_cpu
+from space_train.estimate import CPU_ALLOWANCE, CPU_FILL, SHAPES, ModelShape, estimate, fitted, parts_on_cpu
 from space_train.train_plan import Method, TrainPlan
 
 
@@ -100,15 +100,30 @@ def test_parts_are_chosen_by_the_memory_that_is_free(
     needed = estimate(ModelShape.of(str(base)), replace(plan, accumulate=parts), cpu=True).bytes
     said = capsys.readouterr().err
     assert re.search(
-        r"^memory: about 0\.6 of the \d+\.\d GB that are free; updates are computed in 1 part\.$", said, re.M
+        r"^memory: about 0\.6 of the \d+\.\d GB that are free; updates of 4 rows are computed in 1 part "
+        r"\(--accumulate 1\)\.$",
+        said,
+        re.M,
     )
-    monkeypatch.setattr("space_train.estimate.FILL", 1.0)
-    free(monkeypatch, needed + 1)
+    free(monkeypatch, needed / CPU_FILL + 1)
     assert train(base, chats, tmp_path / "out") == 0
-    assert f"updates are computed in {parts} part" in capsys.readouterr().err
+    assert f"updates of 4 rows are computed in {parts} part" in capsys.readouterr().err
     monkeypatch.undo()
     assert train(base, chats, tmp_path / "out", "--steps 4") == 0
-    assert f"updates are computed in {parts} part" in capsys.readouterr().err, "as before"
+    assert f"updates of 4 rows are computed in {parts} part" in capsys.readouterr().err, "as before"
+
+
+def test_parts_leave_room_for_other_programs_on_a_cpu_where_any_do() -> None:
+    shape, plan = SHAPES["1b"], TrainPlan()
+    sizes = {n: estimate(shape, replace(plan, accumulate=n), cpu=True).bytes for n in (1, 2, 8)}
+    chosen = {
+        memory: fit and fit.accumulate
+        for memory in (sizes[1] / 0.79, sizes[1] / 0.81, sizes[8] / 0.94, sizes[8] / 0.96)
+        for fit in [fitted(shape, plan, memory, cpu=True)]
+    }
+    assert list(chosen.values()) == [1, 2, 8, None]
+    gpu = estimate(shape, plan).bytes / 0.94
+    assert fitted(shape, plan, gpu) == plan, "a GPU has no other programs"
 
 
 TRAINED: dict[str, Any] = {
