@@ -47,7 +47,7 @@ from space_train.run_folder import (
 from space_train.self_generation.own_cost import OwnCost
 from space_train.text_source import DataTextSource, Ledger, OwnTextSource, TextSettings, TextSource
 from space_train.train_plan import InvalidPlan, Method, TrainPlan
-from space_train.training.checkpoint import OwnMasks, check_can_start_from, check_given_ids
+from space_train.training.checkpoint import OwnMasks, check_can_start_from, check_given_ids, with_own_sizes
 from space_train.training.trainer import TrainResult, on_cpu, train
 
 MOST_HELD_OUT_ROWS, LEAST_HELD_OUT_ROWS = 64, 4
@@ -93,7 +93,13 @@ def _run_locked(options: argparse.Namespace, plan: TrainPlan, started: float, lo
         check_is_trainable(meta)
     tokenizer = load_tokenizer(checkpoint)
     vocab_size = int(config.vocab_size)
-    OwnMasks.read(checkpoint, plan, hidden_size=int(config.hidden_size), vocab_size=vocab_size)
+    sizes = {"hidden_size": int(config.hidden_size), "vocab_size": vocab_size}
+    if options.preset is None:
+        given = {name for name, value in vars(options).items() if value is not None}
+        plan, flags = with_own_sizes(checkpoint, plan, given, **sizes)
+        if flags and processes.is_main_process:
+            print(f"sizes: those of {checkpoint.name}, to go on from it: {flags}.", file=sys.stderr, flush=True)
+    OwnMasks.read(checkpoint, plan, **sizes)
     if options.mask_ids:
         check_given_ids(options.mask_ids, plan.num_masks, vocab_size, tokenizer_size(tokenizer))
     section = checkpoint.config.get("space") or {}

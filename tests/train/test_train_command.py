@@ -93,11 +93,21 @@ def test_texts_alone_give_a_base_without_a_template_none(base: Path, chats: Path
         assert (found and found.source) == (name and TEMPLATES[name])
 
 
-def test_a_head_is_trained_on_what_a_run_left(base: Path, chats: Path, tmp_path: Path) -> None:
+def test_a_head_is_trained_on_what_a_run_left(
+    base: Path, chats: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert train(base, chats, tmp_path / "masks", "--head none") == 0
     assert load_model(tmp_path / "masks" / "model").facts.adapters[0].has_draft_head is False
     assert train(tmp_path / "masks" / "model", chats, tmp_path / "head", "--method head") == 0
     assert load_model(tmp_path / "head" / "model").facts.adapters[0].has_draft_head
+    # Without sizes, a run has those that it goes on from.
+    given = ["--model", str(tmp_path / "head" / "model"), "--data", str(chats), "--out", str(tmp_path / "more")]
+    capsys.readouterr()
+    flags = "--steps 1 --length 48 --rows-per-step 4 --precision no --evaluations 0"
+    assert main([*given, *flags.split()]) == 0
+    said, flags = capsys.readouterr().err, "--num-masks 3 --lora-rank 2 --head mlp --head-hidden 8 --head-scale 8"
+    assert f"sizes: those of {given[1]}, to go on from it: {flags}.\n" in said
+    assert f"start: from the adapter and the draft head of {given[1]}.\n" in said
 
 
 def test_the_same_command_goes_on_and_restart_forgets_only_the_run(base: Path, chats: Path, tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import contextlib
 import json
 import shutil
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from space_train.networks.adapters import DraftHead
 from space_train.networks.recurrent_head import RecurrentHeadModule
 from space_train.networks.trainee import Trainee
-from space_train.train_plan import InvalidPlan, Method, TrainPlan
+from space_train.train_plan import Anchors, HeadForm, InvalidPlan, Method, TrainPlan
 
 HEAD_FILE = "draft_head.safetensors"
 RECURRENT_FILE, RECURRENT = "recurrent_head.safetensors", "recurrent_head"
@@ -284,6 +284,50 @@ def check_can_start_from(checkpoint: Checkpoint, plan: TrainPlan) -> None:
             f"{form.library}, which computes with such weights, is not here" if form.library else "nothing trains so"
         )
         raise UnsupportedModel(f"{what}, and {lacks}. {cure}")
+
+
+def with_own_sizes(
+    checkpoint: Checkpoint, plan: TrainPlan, given: Collection[str], *, hidden_size: int, vocab_size: int
+) -> tuple[TrainPlan, str | None]:
+    """Return the plan with the sizes of the masks, adapter and draft heads that the checkpoint brings, and the flags
+    that stand for them, or None: so that a run goes on from them. `given`: options that the command names, which stay.
+    """
+    section = SpaceSection.parse(checkpoint.config, mask_ids=None, num_masks=None, vocab_size=vocab_size)
+    is_gated = section.adapter is not None
+    goes_on = plan.method is Method.HEAD or plan.method is (Method.GATED_LORA if is_gated else Method.FULL)
+    if section.mask_inputs is not None or not goes_on:
+        return plan, None
+    own: dict[str, Any] = {}
+    if section.adapter is not None:
+        spec = BaseSpec(hidden_size, torch.float32)
+        adapter = GatedLora.load(checkpoint.home / section.adapter, spec, section.num_masks)
+        own["num_masks"] = adapter.num_masks
+        if plan.method is Method.GATED_LORA and adapter.pairs:
+            own["lora_rank"] = adapter.rank
+    elif section.mask_ids:
+        own["num_masks"] = len(section.mask_ids)
+    if "num_masks" in given and plan.num_masks != own.get("num_masks"):
+        return plan, None
+    head, recurrent = section.draft_head, section.recurrent_head
+    if head is not None:
+        own |= _unless_other(
+            {"head": HeadForm(head.form), "head_hidden": head.hidden, "head_scale": head.embedding_scale}, plan, given
+        )
+    if recurrent is not None and plan.method is not Method.FULL and plan.anchors is Anchors.MANY:
+        ids = load_file(checkpoint.home / recurrent.file).get(f"{RECURRENT}.ids")
+        sizes = {"recurrent_head": recurrent.hidden, "recurrent_drafts": recurrent.num_drafts}
+        sizes |= {"draft_vocab": vocab_size if ids is None else len(ids)}
+        own |= _unless_other(sizes, plan, given)
+    own = {name: value for name, value in own.items() if name not in given}
+    flags = " ".join(
+        f"--{name.replace('_', '-')} {value:{'g' if type(value) is float else ''}}" for name, value in own.items()
+    )
+    return replace(plan, **own), flags or None
+
+
+def _unless_other(sizes: dict[str, Any], plan: TrainPlan, given: Collection[str]) -> dict[str, Any]:
+    """Return the sizes of a draft head, or none where the command names another one."""
+    return {} if any(getattr(plan, name) != sizes[name] for name in sizes if name in given) else sizes
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from space_model.checkpoint.checkpoint import Checkpoint
 from space_train.train_plan import Budget, HeadForm, InvalidPlan, Method, TrainPlan
-from space_train.training.checkpoint import embedding_spread, mask_ids, start_masks, starting_point
+from space_train.training.checkpoint import embedding_spread, mask_ids, start_masks, starting_point, with_own_sizes
 from tiny_checkpoints import tiny_checkpoint
 from transformers import PreTrainedModel
 
@@ -68,6 +68,48 @@ def test_every_linear_learns_also_where_the_adapter_that_is_gone_on_from_had_non
     grown = [name for name in after if "mlp" in name and name.endswith(".b")]
     assert grown
     assert all(bool(after[name].any()) for name in grown)
+
+
+def own_sizes(folder: Path, plan: TrainPlan, *given: str) -> tuple[TrainPlan, str | None]:
+    checkpoint = Checkpoint.open(folder)
+    sizes = {name: int(checkpoint.config[name]) for name in ("hidden_size", "vocab_size")}
+    return with_own_sizes(checkpoint, plan, given, **sizes)
+
+
+def test_a_run_takes_the_sizes_that_it_can_go_on_from(gated: Path) -> None:
+    plan, flags = own_sizes(gated, TrainPlan(length=64))
+    assert (plan.num_masks, plan.lora_rank, plan.head, plan.head_hidden) == (3, 4, HeadForm.MLP, 16)
+    assert flags == "--num-masks 3 --lora-rank 4 --head mlp --head-hidden 16 --head-scale 8"
+    plan, flags = own_sizes(gated, TrainPlan(method=Method.HEAD))
+    assert (plan.num_masks, plan.lora_rank, plan.head_hidden) == (3, TrainPlan().lora_rank, 16)
+
+
+def test_sizes_that_the_command_names_stay(gated: Path) -> None:
+    other = TrainPlan(head=HeadForm.LOW_RANK)
+    plan, flags = own_sizes(gated, other, "head")
+    assert (plan.num_masks, plan.head, plan.head_hidden) == (3, HeadForm.LOW_RANK, other.head_hidden)
+    assert flags == "--num-masks 3 --lora-rank 4"
+    assert own_sizes(gated, TrainPlan(num_masks=2), "num_masks") == (TrainPlan(num_masks=2), None), "a new adapter"
+    assert own_sizes(gated, TrainPlan(method=Method.FULL)) == (TrainPlan(method=Method.FULL), None)
+    assert (
+        own_sizes(gated, TrainPlan(num_masks=3), "num_masks", "lora_rank")[1]
+        == "--head mlp --head-hidden 16 --head-scale 8"
+    )
+
+
+def test_masks_with_ids_and_recurrent_heads_have_sizes_too(tmp_path: Path) -> None:
+    space = tiny_checkpoint(tmp_path / "space", num_masks=3, draft_head=False)
+    assert own_sizes(space, TrainPlan(method=Method.FULL)) == (
+        TrainPlan(method=Method.FULL, num_masks=3),
+        "--num-masks 3",
+    )
+    sizes = {"recurrent_head": 8, "recurrent_drafts": 2, "draft_vocab": 40}
+    both = run(tiny_checkpoint(tmp_path / "base", num_masks=0), no_step(**sizes), tmp_path / "run").folder
+    assert both is not None
+    plan, flags = own_sizes(both, TrainPlan())
+    assert {name: getattr(plan, name) for name in sizes} == sizes
+    assert flags is not None
+    assert flags.endswith("--recurrent-head 8 --recurrent-drafts 2 --draft-vocab 40")
 
 
 HEAD, ALL = "the draft head", "the adapter and the draft head"
