@@ -68,7 +68,8 @@ head are recurrent_1 … recurrent_K and recurrent_tokens_per_step.
 
 A run that is stopped or killed goes on where it was when the same command is given again, without --restart. Ctrl-C
 ends it after the current update, a second one at once. A command that is refused changes nothing. A run on the folder
-that another left starts from its adapter (or masks) and draft head, where they are of this run's kind and sizes.
+that another left starts from its adapter (or masks) and draft head, where they are of this run's kind, and has their
+sizes where no flag gives another.
 """
 
 EPILOG = f"""\
@@ -133,7 +134,12 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--mask-ids", type=int, nargs="+", help="ids for them, one or k (default: spare ids, else new ones)")
     add("--shared-mask-id", action="store_true", default=None, help="one id for all masks, as published")
     add("--length", type=int, help=f"ids of one row (default: {own.length})")
-    add("--rows-per-step", type=int, help=f"rows of one update, over all processes (default: {own.rows_per_step})")
+    add(
+        "--rows-per-step",
+        type=int,
+        help=f"rows of one update, over all processes (default: {own.rows_per_step}, fewer where --minutes would hold "
+        "few updates)",
+    )
     add("--accumulate", type=int, help="parts an update is computed in, to save memory (default: by this machine's)")
     add("--no-pack", action="store_true", help="one text a row")
     add(

@@ -14,6 +14,12 @@ from tqdm import tqdm
 from space_train.run_folder import Measures
 from space_train.train_plan import Budget
 
+END_SECONDS, END_SHARE = 4.0, 0.02
+"""Seconds of a budget in minutes, and at most this share of it, for checkpoint and report behind the last save."""
+
+EVALUATION_SHARE = 0.2
+"""Share of a budget in minutes that evaluations before the last one take; those that would take more are left out."""
+
 
 @dataclass
 class Counters:
@@ -48,6 +54,7 @@ class RunClock:
         self._flops_before = spent.get("flops", 0.0)
         self._here: list[float] = []  # seconds of the updates of this process
         self._save_seconds = 0.0
+        self._end_seconds = 0.0 if budget.minutes is None else min(END_SECONDS, END_SHARE * 60 * budget.minutes)
 
     def count_update(self, seconds: float) -> None:
         """Add the time of an update. The caller has counted the step."""
@@ -60,32 +67,50 @@ class RunClock:
         self.counters.seconds += seconds
         self.counters.evaluation_seconds = seconds
 
+    def may_evaluate(self) -> bool:
+        """Return whether an evaluation before the last one leaves a budget in minutes enough for updates."""
+        counters, minutes = self.counters, self.budget.minutes
+        if minutes is None or not counters.curve:
+            return True
+        num_seconds = counters.evaluation_seconds
+        is_short = (len(counters.curve) + 1) * num_seconds <= EVALUATION_SHARE * 60 * minutes
+        return (
+            is_short and counters.seconds + num_seconds + self._closing_seconds() + self._next_seconds <= 60 * minutes
+        )
+
     def count_save(self, seconds: float) -> None:
         """Add the time of a save."""
         self.counters.seconds += seconds
         self._save_seconds = seconds
 
     def progress(self, *, is_evaluated: bool) -> float:
-        """Return the share of the budget that is used, 1 when the run ends. A budget in minutes ends with the update
-        that comes nearest to them, the last evaluation included. `is_evaluated`: the current weights need none."""
-        counters = self.counters
+        """Return the share of the budget that is used, 1 when the run ends. A budget in minutes ends with the last
+        update behind which there is time for the last evaluation, the last save and the checkpoint. `is_evaluated`: the
+        current weights need no evaluation."""
+        counters, minutes = self.counters, self.budget.minutes
         if counters.ended == self.budget.as_json():  # by what was then foreseen: less time may have been needed
             return 1.0
-        last_evaluation = 0.0 if is_evaluated else counters.evaluation_seconds
+        seconds = counters.seconds + self._closing_seconds(is_evaluated=is_evaluated)
+        if minutes is not None and counters.step and seconds + self._next_seconds > 60 * minutes:
+            return 1.0
         return self.budget.progress(
-            counters.seconds + last_evaluation + self._steady_seconds / 2,
+            seconds,
             counters.num_tokens,
             step=counters.step,
             epoch=counters.step / self.epoch_updates,
             flops=counters.flops,
         )
 
+    def _closing_seconds(self, *, is_evaluated: bool = False) -> float:
+        """Return the estimated seconds from the last update to the end of the run."""
+        last_evaluation = 0.0 if is_evaluated else self.counters.evaluation_seconds
+        return last_evaluation + self._save_seconds + self._end_seconds
+
     @property
-    def _steady_seconds(self) -> float:
-        """Mean of an update for ending in time; 0 before two updates, because a first one is slower than the rest."""
-        if len(self._here) > 1:
-            return self.seconds_per_update
-        return 0.0 if self._here or self.counters.step < 2 else self.counters.seconds_per_update
+    def _next_seconds(self) -> float:
+        """Seconds of the next update, with which the run may end. A first update is slower than the rest, as little as
+        on a CPU, or many times: half of it is expected of the second."""
+        return self.seconds_per_update / 2 if len(self._here) == 1 else self.seconds_per_update
 
     @property
     def seconds_per_update(self) -> float:
@@ -109,7 +134,8 @@ class RunClock:
                 here = max(1.0, counters.flops - self._flops_before)
                 left.append((budget.flops - counters.flops) * counters.step / here)
             if budget.minutes is not None and self.seconds_per_update:
-                left.append((60 * budget.minutes - counters.seconds) / self.seconds_per_update)
+                seconds = 60 * budget.minutes - counters.seconds - self._closing_seconds()
+                left.append(math.floor(seconds / self.seconds_per_update))
         return max(0.0, min(left)) if left else None
 
     def total_updates(self) -> int | None:
@@ -117,7 +143,7 @@ class RunClock:
         left = self.updates_left()
         if left is None:
             return None
-        return self.counters.step + math.ceil(left if self.budget.minutes is None else left - 0.5)
+        return self.counters.step + math.ceil(left)
 
     def of_total(self) -> str:
         """Return ` of 20`, ` of about 20` where the budget is minutes, or nothing while the total is unknown."""
@@ -128,8 +154,9 @@ class RunClock:
         """Return the estimated seconds to the end, with that many evaluations and saves to come."""
         updates, minutes, found = self.updates_left(), self.budget.minutes, list[float]()
         if updates is not None and self.seconds_per_update:
+            num_evaluations = min(num_evaluations, math.ceil(updates) + 1)
             others = num_evaluations * self.counters.evaluation_seconds + num_saves * self._save_seconds
-            found.append(math.ceil(updates) * self.seconds_per_update + others)
+            found.append(math.ceil(updates) * self.seconds_per_update + others + self._end_seconds)
         if minutes is not None:
             found.append(max(0.0, 60 * minutes - self.counters.seconds))
         return min(found) if found else None

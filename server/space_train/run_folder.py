@@ -103,9 +103,9 @@ def kept_updates(out: Path) -> int | None:
     return int(_state(out)["counters"]["step"]) if holds_state(out) else None
 
 
-def kept_parts(out: Path) -> int | None:
-    """Return the parts that the updates of the saved run are computed in, or None without one."""
-    return int(json.loads(_state(out)["plan"])["accumulate"]) if holds_state(out) else None
+def kept_option(out: Path, name: str) -> int | None:
+    """Return an option of the saved run that is a number, or None without one."""
+    return int(json.loads(_state(out)["plan"])[name]) if holds_state(out) else None
 
 
 def forget(out: Path, *, but: Collection[str] = ()) -> None:

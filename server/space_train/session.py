@@ -42,9 +42,9 @@ from space_train.run_folder import (
     forget,
     holds_state,
     inputs_of,
-    kept_parts,
+    kept_option,
 )
-from space_train.self_generation.own_cost import OwnCost
+from space_train.self_generation.own_cost import MOST_WRITING_SHARE
 from space_train.text_source import DataTextSource, Ledger, OwnTextSource, TextSettings, TextSource
 from space_train.train_plan import InvalidPlan, Method, TrainPlan
 from space_train.training.checkpoint import OwnMasks, check_can_start_from, check_given_ids, with_own_sizes
@@ -104,9 +104,7 @@ def _run_locked(options: argparse.Namespace, plan: TrainPlan, started: float, lo
         check_given_ids(options.mask_ids, plan.num_masks, vocab_size, tokenizer_size(tokenizer))
     section = checkpoint.config.get("space") or {}
     fill = pad_id(tokenizer, vocab_size)
-    settings = TextSettings(
-        options, checkpoint, tokenizer, vocab_size, fill, processes.is_main_process, plan.length, started
-    )
+    settings = TextSettings(options, checkpoint, tokenizer, vocab_size, fill, processes.is_main_process, plan, started)
     texts = text_source(settings, plan, options.mask_ids or section.get("mask_token_ids") or ())
     # The server must use the chat template of the training data.
     has_own = texts.template is not None and (options.template or not tokenizer.chat_template)
@@ -116,8 +114,13 @@ def _run_locked(options: argparse.Namespace, plan: TrainPlan, started: float, lo
             f"Train a converted copy: spaceserve convert {checkpoint.gguf.path} NEW_FOLDER"
         )
     plan = texts.fit(plan)
-    chosen = options.accumulate is not None
-    if not chosen and not options.restart and (parts := kept_parts(out)):  # so that a resumed run computes the same
+    goes_on, chosen = holds_state(out) and not options.restart, options.accumulate is not None
+    if plan.budget.minutes is not None and options.rows_per_step is None:
+        if goes_on and (rows := kept_option(out, "rows_per_step")):
+            plan = replace(plan, rows_per_step=rows)
+        elif processes.num_processes == 1:  # several would each measure another rate
+            plan = settings.cost.with_rows_in_time(plan, MOST_WRITING_SHARE if texts.num_written else 0.0)
+    if not chosen and goes_on and (parts := kept_option(out, "accumulate")):  # so that a resumed run computes the same
         plan, chosen = replace(plan, accumulate=parts), True
     inputs = inputs_of(plan, checkpoint) | texts.inputs()
     if options.mask_ids:
@@ -127,10 +130,8 @@ def _run_locked(options: argparse.Namespace, plan: TrainPlan, started: float, lo
     plan, note = in_memory(plan, checkpoint, processes.num_processes, is_chosen=chosen, resumes=holds_state(out))
     if note and processes.is_main_process:
         print(note, file=sys.stderr, flush=True)
-        if plan.budget.minutes is not None and not holds_state(out):
-            cost = OwnCost.here(shape_of(checkpoint), plan, settings.max_tokens, cpu=on_cpu(), chat=False)
-            if slow := cost.describe_slow_updates(plan):
-                print(slow, file=sys.stderr, flush=True)
+        if not goes_on and (slow := settings.cost.describe_slow_updates(plan)):
+            print(slow, file=sys.stderr, flush=True)
     if processes.is_main_process:
         with torch.device("meta"):
             check_disk(out, checkpoint, meta, plan, getattr(torch, options.weights))
@@ -142,19 +143,21 @@ def _run_locked(options: argparse.Namespace, plan: TrainPlan, started: float, lo
         forget(out, but=texts.keeps())
     processes.wait_for_everyone()
     before = dict[str, float]()
-    startup_seconds = time.monotonic() - started  # writing own texts is counted by its ledger
+    begun = time.monotonic()
     if texts.num_written:
         if processes.is_main_process:
             texts.write(plan)
         processes.wait_for_everyone()
         before = own_cost(out, model)
+    written_seconds = time.monotonic() - begun  # counted by its ledger
     streams, held_out_examples = texts.streams(plan)
     data = MixedRows(streams, plan.seed)
     if texts.num_written and processes.is_main_process:
         print(f"rows: {data}.", file=sys.stderr, flush=True)
     held_out = None
     if held_out_examples:
-        held_out = held_out_rows(held_out_examples, plan, fill, rows_per_evaluation(plan, len(data)))
+        row_seconds = None if plan.budget.minutes is None else settings.cost.row_seconds(plan)
+        held_out = held_out_rows(held_out_examples, plan, fill, rows_per_evaluation(plan, len(data), row_seconds))
     try:
         result = train(
             model,
@@ -169,7 +172,7 @@ def _run_locked(options: argparse.Namespace, plan: TrainPlan, started: float, lo
             chat_template=texts.template if has_own else None,
             before=before,
             inputs=inputs,
-            startup_seconds=startup_seconds,
+            startup_seconds=time.monotonic() - started - written_seconds,
         )
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
@@ -274,10 +277,13 @@ def tokenizer_size(tokenizer: PreTrainedTokenizerBase) -> int:
     return int(max(tokenizer.get_vocab().values())) + 1
 
 
-def rows_per_evaluation(plan: TrainPlan, epoch: int) -> int:
+def rows_per_evaluation(plan: TrainPlan, epoch: int, row_seconds: float | None = None) -> int:
     """Return the held-out rows per evaluation, limited so that a short run does not spend most of its time on them.
-    `epoch`: rows of one epoch. A budget in minutes or operations cannot be converted to rows in advance."""
+    `epoch`: rows of one epoch; `row_seconds`: of training on a row, None: unknown. A budget in operations cannot be
+    converted to rows in advance."""
     budget, known = plan.budget, [math.inf]
+    if budget.minutes is not None and row_seconds:
+        known.append(60 * budget.minutes / row_seconds)
     for limit, rows in ((budget.steps, plan.rows_per_step), (budget.epochs, epoch), (budget.tokens, 1 / plan.length)):
         if limit is not None:
             known.append(limit * rows)

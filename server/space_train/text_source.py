@@ -6,8 +6,10 @@ import argparse
 import hashlib
 import json
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -26,7 +28,13 @@ from space_train.run_folder import LEDGER, OWN_FILES, OWN_TEXT_FILE, holds_state
 from space_train.self_generation.own_cost import MOST_WRITING_SHARE, OwnCost
 from space_train.self_generation.own_data import USER_TOKENS, OwnData, OwnDataRecipe, kept_prompts
 from space_train.self_generation.prompts import PromptMaker
-from space_train.self_generation.self_generate import forget_others, own_examples, prompts_of, write_own_texts
+from space_train.self_generation.self_generate import (
+    TextWorker,
+    forget_others,
+    own_examples,
+    prompts_of,
+    write_own_texts,
+)
 from space_train.train_plan import MOST_OWN_TOKENS, Anchors, InvalidPlan, TrainPlan
 from space_train.training.trainer import on_cpu
 
@@ -41,7 +49,7 @@ class TextSettings:
     vocab_size: int
     pad_id: int
     is_main_process: bool
-    length: int  # ids of a row
+    plan: TrainPlan  # before the texts are known
     started: float  # when the command was given, on `time.monotonic`
 
     @property
@@ -53,7 +61,17 @@ class TextSettings:
     def max_tokens(self) -> int:
         """Most ids of a text that the model writes; where none are given, its prompt has as much room."""
         given: int | None = self.options.self_generate_tokens
-        return min(MOST_OWN_TOKENS, self.length // 2) if given is None else given
+        return min(MOST_OWN_TOKENS, self.plan.length // 2) if given is None else given
+
+    @property
+    def is_chat(self) -> bool:
+        """Whether conversations have a template."""
+        return bool(self.options.template or self.tokenizer.chat_template)
+
+    @cached_property
+    def cost(self) -> OwnCost:
+        """What texts and updates cost here; this device is measured once."""
+        return OwnCost.here(shape_of(self.checkpoint), self.plan, self.max_tokens, cpu=on_cpu(), chat=self.is_chat)
 
     def writing_ends(self, plan: TrainPlan, ledger: Ledger) -> float | None:
         """Return when the writing of texts ends, on `time.monotonic`; None: with the last of them."""
@@ -176,8 +194,9 @@ class DataTextSource:
         if self._settings.options.restart:
             ledger.scale(forget_others(home, self._prompts, max_tokens=self._settings.max_tokens, file=file))
         until = self._settings.writing_ends(plan, ledger)
+        begun = time.monotonic()
         written = write_own_texts(home, self._prompts, max_tokens=self._settings.max_tokens, file=file, until=until)
-        ledger.add(written.counts.num_rows, written.seconds)
+        ledger.add(written.counts.num_rows, time.monotonic() - begun)
         num_whole = sum(not text.is_unfinished for text in written.texts)
         if num_whole < len(self._prompts):
             self._settings.say(
@@ -207,8 +226,7 @@ class OwnTextSource:
                 f"Method {plan.method} trains the model's own weights, which learn nothing from its own texts: give "
                 "--data. --own-data is for gated-lora and head."
             )
-        is_chat = bool(settings.options.template or settings.tokenizer.chat_template)
-        chat = ChatText(settings.tokenizer, settings.options.template) if is_chat else None
+        chat = ChatText(settings.tokenizer, settings.options.template) if settings.is_chat else None
         self.template = None if chat is None else chat.template
         digest = None if chat is None else hashlib.sha256(chat.template.encode()).hexdigest()[:12]
         longest = settings.longest_prompt(plan)
@@ -217,10 +235,9 @@ class OwnTextSource:
             PromptMaker(settings.tokenizer, chat),
         )
         self._settings = settings
-        self._cost = OwnCost.here(shape_of(settings.checkpoint), plan, settings.max_tokens, cpu=on_cpu(), chat=is_chat)
         prompts = kept_prompts(settings.out, recipe, count)
         if prompts is None:
-            count = count or self._cost.default_count(plan)
+            count = count or settings.cost.default_count(plan)
             prompts = maker.prompts(count, longest=longest, seed=plan.seed)
         end_ids = {*settings.checkpoint.eos_ids(settings.vocab_size), settings.tokenizer.eos_token_id}
         self._data = OwnData(settings.out, prompts, recipe, maker, end_ids, evaluation)
@@ -240,17 +257,21 @@ class OwnTextSource:
     def write(self, plan: TrainPlan) -> None:
         if self._settings.has_texts:
             return
-        self._settings.say(f"{self._cost.describe(plan, self.num_written)}.")
+        self._settings.say(f"{self._settings.cost.describe(plan, self.num_written)}.")
         ledger = Ledger(self._settings.out / LEDGER)
         if self._settings.options.restart:
             ledger.scale(self._data.forget_others(self._settings.checkpoint))
         self._data.keep_prompts()
         longest = max(len(prompt.ids) for prompt in self._data.prompts) + USER_TOKENS + self._settings.max_tokens
         free = FreeMemory.on(torch.device("cpu" if on_cpu() else "cuda")).num_bytes
-        worker = self._cost.worker_settings(self.num_written, longest, free)
+        settings = self._settings.cost.worker_settings(self.num_written, longest, free)
         until = self._settings.writing_ends(plan, ledger)
-        for rows, seconds in self._data.write(self._settings.checkpoint, until, **worker):
-            ledger.add(rows, seconds)
+        begun, counted = time.monotonic(), 0.0
+        with TextWorker(self._settings.checkpoint.home, **settings) as worker:
+            for rows, seconds in self._data.write(worker, until):
+                ledger.add(rows, seconds)
+                counted += seconds
+        ledger.add(0, max(0.0, time.monotonic() - begun - counted))  # of the worker's end
 
     def streams(self, plan: TrainPlan) -> tuple[list[RowStream], list[Example]]:
         found, line = self._data.examples()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from doubles.training import held_out, read_model, rows_for, tiny_plan
-from space_train.progress import Counters, ProgressLines, RunClock, duration
+from space_train.progress import END_SECONDS, Counters, ProgressLines, RunClock, duration
 from space_train.train_plan import Budget
 from space_train.training.trainer import TrainingRun, train
 from tiny_checkpoints import tiny_checkpoint
@@ -26,6 +26,7 @@ class Simulated:
     evaluation: float = 4.0
     save: float = 1.0
     evaluations: int = 5
+    slower: dict[int, float] = field(default_factory=dict)  # from that update on, by this factor
     now: float = 0.0
     left: dict[int, float] = field(default_factory=dict)  # what the run said behind each update, and when
     said_at: dict[int, float] = field(default_factory=dict)
@@ -39,10 +40,14 @@ class Simulated:
         evaluated = -1
         while (done := clock.progress(is_evaluated=evaluated == counters.step)) < 1 and counters.step != stop:
             if done >= num_evaluations / self.evaluations:
-                num_evaluations, evaluated = num_evaluations + 1, counters.step
-                self.now += self.evaluation
-                clock.count_evaluation(self.evaluation)
+                num_evaluations += 1
+                if clock.may_evaluate():
+                    evaluated = counters.step
+                    counters.curve.append({})
+                    self.now += self.evaluation
+                    clock.count_evaluation(self.evaluation)
             took = self.update if here else self.first
+            took *= max((factor for step, factor in self.slower.items() if step <= counters.step), default=1.0)
             self.now += took
             here += 1
             counters.step += 1
@@ -95,18 +100,43 @@ def test_the_time_left_is_true_within_a_fifth_from_the_second_update_on(
 
 
 @pytest.mark.parametrize("minutes", [1.0, 3.3, 7.77])
-def test_a_budget_in_minutes_ends_at_the_update_nearest_to_it(minutes: float) -> None:
-    """Start-up, own texts, evaluations and saves are part of it."""
-    run = Simulated(Budget(minutes=minutes))
+@pytest.mark.parametrize("update", [10.0, 23.0])
+def test_a_budget_in_minutes_ends_with_the_last_update_that_fits(minutes: float, update: float) -> None:
+    """Start-up, own texts, evaluations, saves and the checkpoint are part of it."""
+    run = Simulated(Budget(minutes=minutes), update=update)
     run.go()
-    assert run.now == pytest.approx(60 * minutes, abs=run.first / 2 + run.save + 1)
+    longest = max(run.first, update) + run.evaluation + run.save + END_SECONDS
+    assert 60 * minutes - longest < run.now <= 60 * minutes
 
 
 @pytest.mark.parametrize("first", [25.0, 60.0])
 def test_a_slow_first_update_neither_ends_a_run_nor_turns_it_back(first: float) -> None:
     run = Simulated(Budget(minutes=2), first=first)
-    assert run.go().step >= 5
+    assert run.go().step >= 4
+    assert run.now > 120 - run.update - run.evaluation - run.save - END_SECONDS
     assert run.shares == sorted(run.shares)
+
+
+def test_the_time_left_follows_a_machine_that_becomes_slower() -> None:
+    """Another program takes half of it from the third update on: the end comes no later, after fewer updates."""
+    alone, shared = Simulated(Budget(minutes=5)), Simulated(Budget(minutes=5), slower={3: 2.0})
+    for run in (alone, shared):
+        run.go()
+        for step in range(2, len(run.left)):
+            assert run.left[step] == pytest.approx(run.now - run.said_at[step], rel=0.2, abs=2 * run.update), step
+        assert run.now <= 300
+    assert len(shared.left) < 0.7 * len(alone.left)
+
+
+def test_evaluations_leave_minutes_enough_for_updates() -> None:
+    counters = Counters(seconds=60.0, evaluation_seconds=10.0)
+    clock = RunClock(Budget(minutes=3), counters, EPOCH_UPDATES, {})
+    assert clock.may_evaluate(), "the first one, with which the last is compared"
+    counters.curve += [{}, {}]
+    assert clock.may_evaluate(), "30 of 180 s"
+    counters.curve += [{}]
+    assert not clock.may_evaluate()
+    assert RunClock(Budget(steps=9), counters, EPOCH_UPDATES, {}).may_evaluate()
 
 
 def test_a_run_that_used_its_minutes_up_is_not_begun_again() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -21,6 +21,7 @@ MOST_WRITING_SHARE, FEWEST_IN_TIME = 1 / 2, 8
 The fewest texts that a budget in minutes asks for, since what it does not pay for is not written anyway."""
 
 FEW_UPDATES = 4  # in the minutes of a run, below which it says how long one takes
+WANTED_UPDATES = 8  # in the time for training; rows of an update are halved until it holds so many
 
 PROMPT_IDS, TURN_IDS, FILLED = 90, 40, 0.75
 """Ids of a prompt and of a user's turn, and the share of an answer's most ids that is written: means of SmolLM2."""
@@ -91,19 +92,34 @@ class OwnCost:
         tokens = min((limit for limit in limits if limit is not None), default=math.inf)
         return tokens * per_token / self._training_rate
 
-    def describe_slow_updates(self, plan: TrainPlan) -> str | None:
-        """Return a line where the minutes of `plan` hold fewer than FEW_UPDATES updates, with the cure; else None."""
-        if self.shape is None or plan.budget.minutes is None:
+    def row_seconds(self, plan: TrainPlan) -> float | None:
+        """Return the seconds that training on one row of `plan` takes."""
+        if self.shape is None:
             return None
         found = estimate(self.shape, plan, cpu=self.device == "cpu")
-        num_tokens = plan.rows_per_step * plan.length
-        one = num_tokens * (found.flops_per_token + found.recomputed) / self._training_rate
-        if FEW_UPDATES * one <= 60 * plan.budget.minutes:
+        return plan.length * (found.flops_per_token + found.recomputed) / self._training_rate
+
+    def with_rows_in_time(self, plan: TrainPlan, writing_share: float) -> TrainPlan:
+        """Return the plan with so few rows per update that its minutes hold WANTED_UPDATES, or one. `writing_share`: of
+        the minutes, for own texts."""
+        one, rows = self.row_seconds(plan), plan.rows_per_step
+        if one is None or plan.budget.minutes is None:
+            return plan
+        seconds = (1 - writing_share) * 60 * plan.budget.minutes
+        while rows % (2 * plan.accumulate) == 0 and WANTED_UPDATES * rows * one > seconds:
+            rows //= 2
+        return replace(plan, rows_per_step=rows)
+
+    def describe_slow_updates(self, plan: TrainPlan) -> str | None:
+        """Return a line where the minutes of `plan` hold fewer than FEW_UPDATES updates, with the cure; else None."""
+        one, minutes = self.row_seconds(plan), plan.budget.minutes
+        if one is None or minutes is None or FEW_UPDATES * plan.rows_per_step * one <= 60 * minutes:
             return None
         rows = f"{plan.rows_per_step} {'row' if plan.rows_per_step == 1 else 'rows'}"
+        cure = "A lower --length" if plan.rows_per_step == 1 else "A lower --rows-per-step or --length"
         return (
-            f"time: an update of {rows} of {plan.length:,} ids takes about {duration(one)} here, so that "
-            f"--minutes {plan.budget.minutes:g} hold few of them. A lower --rows-per-step or --length gives more."
+            f"time: an update of {rows} of {plan.length:,} ids takes about {duration(plan.rows_per_step * one)} here, "
+            f"so that --minutes {minutes:g} hold few of them. {cure} gives more."
         )
 
     @property

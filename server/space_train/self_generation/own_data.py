@@ -29,6 +29,7 @@ from space_train.self_generation.self_generate import (
     OwnText,
     OwnTextRecipe,
     Question,
+    TextWorker,
     keep_asked,
     read_own_texts,
     write_asked,
@@ -99,9 +100,9 @@ class OwnData:
         answers = replace(turns, max_tokens=self.recipe.max_tokens)
         return keep_asked(self.out / OWN_TEXT_FILE, answers, frozenset(self.questions()))
 
-    def write(self, checkpoint: Checkpoint, until: float | None = None, **worker: Any) -> Iterator[tuple[int, float]]:
+    def write(self, worker: TextWorker, until: float | None = None) -> Iterator[tuple[int, float]]:
         """Write the user turns, then the answers; yield rows and seconds of each. `until`: when writing ends, on
-        `time.monotonic`, and that of user turns in half of the time to it. `worker`: settings of the worker."""
+        `time.monotonic`, and that of user turns in half of the time to it."""
         turns = (OWN_USER_TURNS, USER_TOKENS, "user turns")
         answers = (OWN_TEXT_FILE, self.recipe.max_tokens, "own texts")
         for name, most, what in (turns, answers):
@@ -110,7 +111,7 @@ class OwnData:
                 ends = until
                 if until is not None and name == OWN_USER_TURNS:
                     ends = (time.monotonic() + until) / 2
-                found = write_asked(checkpoint.home, asked, max_tokens=most, file=file, what=what, until=ends, **worker)
+                found = write_asked(worker, asked, max_tokens=most, file=file, what=what, until=ends)
                 yield found.counts.num_rows, found.seconds
 
     @property

@@ -286,6 +286,48 @@ def write_texts(
         yield ended
 
 
+class TextWorker:
+    """The worker process that writes texts. It is started when a text is wanted, and ends with the block.
+
+    with TextWorker("demo", max_sequences=64) as worker:
+        write_asked(worker, ...)
+        write_asked(worker, ...)   # by the same process
+    """
+
+    def __init__(self, checkpoint: Path | str, **settings: object) -> None:
+        """`settings`: of `spaceserve worker`, such as max_sequences and device."""
+        auto = dict.fromkeys(("device", "dtype", "speculation"), "auto")
+        self.checkpoint = checkpoint
+        self._flags = worker_argv({"model": checkpoint, "log_level": "WARNING", **auto, **settings})
+        self._process: WorkerProcess | None = None
+        self._stopping = contextlib.ExitStack()
+
+    def __enter__(self) -> TextWorker:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._process = None
+        self._stopping.close()
+
+    @property
+    def is_running(self) -> bool:
+        """Whether there is a process, which has not ended."""
+        return self._process is not None and self._process.code is None
+
+    def address(self) -> str:
+        """Return the address of the process, started if there is none. Raises WorkerNotReady."""
+        if self._process is None or self._process.code is not None:
+            self._stopping.close()
+            self._process = self._stopping.enter_context(WorkerProcess(self._flags))
+        return self._process.address
+
+    def give_up(self, lost: WorkerLost) -> WorkerLost:
+        """Stop a process that does not answer. Return the error with what the process said last."""
+        words = str(lost) if self._process is None else self._process.obituary(str(lost))
+        self.__exit__()
+        return WorkerLost(words)
+
+
 LEAST_IDS = 16  # of a text that is kept unfinished
 TEMPERATURES = (0.0, 0.7, 1.0)  # temperatures that prompts use in turn, because drafts are served at all of them
 NUM_SEEDS = 2**64
@@ -332,12 +374,12 @@ def write_own_texts(
     an unusable file.
     """
     options: dict[str, Any] = {"eos_stops": eos_stops, "banned_ids": banned_ids, "progress": progress, "until": until}
-    options |= worker
-    return write_asked(checkpoint, _asked(prompts, temperatures, seed), max_tokens=max_tokens, file=file, **options)
+    with TextWorker(checkpoint, **worker) as process:
+        return write_asked(process, _asked(prompts, temperatures, seed), max_tokens=max_tokens, file=file, **options)
 
 
 def write_asked(
-    checkpoint: Path | str,
+    worker: TextWorker,
     asked: Sequence[Question],
     *,
     max_tokens: int,
@@ -347,14 +389,11 @@ def write_asked(
     what: str = "own texts",
     until: float | None = None,
     file: Path,
-    **worker: object,
 ) -> OwnTexts:
     """Generate the text of every question, as `write_own_texts` does. `what`: names the texts in the progress."""
     if max_tokens < 1:
         raise OwnTextError(f"max_tokens must be at least 1; got {max_tokens}.")
-    recipe = OwnTextRecipe(fingerprint(Checkpoint.open(checkpoint)), max_tokens, eos_stops, tuple(banned_ids))
-    auto = dict.fromkeys(("device", "dtype", "speculation"), "auto")
-    flags = worker_argv({"model": checkpoint, "log_level": "WARNING", **auto, **worker})
+    recipe = OwnTextRecipe(fingerprint(Checkpoint.open(worker.checkpoint)), max_tokens, eos_stops, tuple(banned_ids))
     started, tally = time.monotonic(), ScribeCounts()
     with OwnTextFile(file, recipe) as own:
         there = {text.question: text for text in own.texts}
@@ -362,7 +401,7 @@ def write_asked(
         todo = {q: UnfinishedText(*q, [*there[q].output] if q in there else []) for q in asked if q not in kept}
         lines = ProgressLines(is_off=not progress or not todo)
         with contextlib.closing(lines):
-            _write_all(todo, own, flags, recipe, tally, _GenerationProgress(lines, len(todo), tally, what, until))
+            _write_all(todo, own, worker, recipe, tally, _GenerationProgress(lines, len(todo), tally, what, until))
         for text in todo.values():
             if len(text.output) >= LEAST_IDS:
                 own.append(text.cut)
@@ -464,7 +503,7 @@ def tokens_left(lengths: Collection[int], max_tokens: int, stops: float) -> floa
 def _write_all(
     todo: dict[Question, UnfinishedText],
     own: OwnTextFile,
-    flags: Sequence[str],
+    worker: TextWorker,
     recipe: OwnTextRecipe,
     tally: ScribeCounts,
     progress: _GenerationProgress,
@@ -473,11 +512,11 @@ def _write_all(
     restarted if a text has finished since the last loss."""
 
     def write_with(address: str) -> None:
-        with GrpcWorker(address) as worker:
-            ends = Ends(recipe.max_tokens, tuple(worker.hello.eos_ids) if recipe.eos_stops else (), recipe.banned_ids)
+        with GrpcWorker(address) as stream:
+            ends = Ends(recipe.max_tokens, tuple(stream.hello.eos_ids) if recipe.eos_stops else (), recipe.banned_ids)
             for text in todo.values():
-                _check(text.prompt, worker.hello, ends)
-            for ended in write_texts(worker, list(todo.values()), ends, tally):
+                _check(text.prompt, stream.hello, ends)
+            for ended in write_texts(stream, list(todo.values()), ends, tally):
                 for text in ended:
                     own.append(text.finished)
                     del todo[text.finished.question]
@@ -492,19 +531,18 @@ def _write_all(
 
     num_left_at_loss = None
     while todo and not (time.monotonic() >= progress.until and has_some()):
-        try:
+        if not worker.is_running:
             progress.show_loading()
-            with WorkerProcess(flags) as process:
-                progress.start_worker()
-                try:
-                    write_with(process.address)
-                except WorkerLost as error:
-                    raise WorkerLost(process.obituary(str(error))) from error
+        address = worker.address()
+        progress.start_worker()
+        try:
+            write_with(address)
         except WorkerLost as error:
+            lost = worker.give_up(error)
             if num_left_at_loss == len(todo):
-                raise
+                raise lost from error
             num_left_at_loss = len(todo)
-            first_line = str(error).partition("\n")[0]
+            first_line = str(lost).partition("\n")[0]
             tqdm.write(f"{first_line} It is started again; no text is lost.", file=sys.stderr)
 
 

@@ -278,6 +278,7 @@ def train(
     `startup_seconds`: of this process, which count too. `beside`: an extra loss of every update. An existing run in
     `out` is resumed. `stop_after_steps` ends this call early and leaves the run resumable.
     """
+    begun = time.monotonic()
     run = TrainingRun(
         model,
         source,
@@ -289,6 +290,8 @@ def train(
         inputs=inputs or {},
         beside=beside,
     )
+    if plan.budget.minutes is not None:
+        startup_seconds = run.agreed_seconds(startup_seconds + time.monotonic() - begun)
     if run.counters.step == 0:
         plan.check_start_leaves_some(**(before or {}), startup_seconds=startup_seconds)
     if before and run.counters.step == 0:
@@ -367,6 +370,8 @@ class TrainingRun:
         self.counters = Counters()
         self._saved = 0, 0.0  # updates and seconds of the saved state
         self.identity = dict(inputs) | identity_of(plan, self.checkpoint, data, trainee.mask_ids)
+        if trainee.adapters is not None:
+            self.checkpoint.weights_sha256()  # the checkpoint names it; at the end of the run no time is left for it
         self._resume()
 
     def steps(
@@ -394,7 +399,7 @@ class TrainingRun:
             return run_clock.progress(is_evaluated=held_out is None or self._is_evaluated)
 
         def seconds_since(since: float) -> float:
-            return self._agreed(False, clock() - since)[1]
+            return self.agreed_seconds(clock() - since)
 
         def save() -> None:
             since = clock()
@@ -429,7 +434,7 @@ class TrainingRun:
                         )
                     return False
                 if plan.evaluations and held_out is not None and done >= num_evaluations / plan.evaluations:
-                    if not self._is_evaluated:
+                    if not self._is_evaluated and run_clock.may_evaluate():
                         evaluate(done)
                     num_evaluations += 1
                 since = clock()
@@ -478,6 +483,10 @@ class TrainingRun:
             return ", which loses this update"
         lost = f"{updates} {'update' if updates == 1 else 'updates'} ({duration(self.counters.seconds - seconds)})"
         return f", which loses {lost} and this one"
+
+    def agreed_seconds(self, seconds: float) -> float:
+        """Return the mean of the seconds of all processes, so that each ends with the same update."""
+        return self._agreed(False, seconds)[1]
 
     def _agreed(self, stopping: bool, seconds: float) -> tuple[bool, float]:
         """Agree over all processes: whether any was asked to stop, and their mean time. Without it, a process that

@@ -463,6 +463,23 @@ def test_minutes_that_hold_few_updates_are_named_with_the_cure() -> None:
     assert "A lower --rows-per-step or --length gives more." in line
     assert slow.describe_slow_updates(TrainPlan(budget=Budget(minutes=4 * (int(one[1]) + 1)))) is None
     assert slow.describe_slow_updates(TrainPlan(budget=Budget(steps=2))) is None
+    line = slow.describe_slow_updates(TrainPlan(rows_per_step=1, budget=Budget(minutes=0.1)))
+    assert line is not None
+    assert line.endswith("A lower --length gives more.")
+
+
+def test_rows_of_an_update_are_halved_until_the_minutes_hold_enough_of_them() -> None:
+    slow = cost(device="cpu", product_rate=1e12)
+    one = slow.row_seconds(TrainPlan())
+    assert one is not None
+    for rows, least in ((8, 64.5), (4, 32.5), (2, 16.5), (1, 8.5), (1, 1.0)):
+        plan = TrainPlan(budget=Budget(minutes=2 * least * one / 60))
+        assert slow.with_rows_in_time(plan, 0.5).rows_per_step == rows
+        assert slow.with_rows_in_time(plan, 0.0).rows_per_step == min(8, 2 * rows if least > 8 else 1), "no own texts"
+    parts = TrainPlan(budget=Budget(minutes=1), accumulate=4)
+    assert slow.with_rows_in_time(parts, 0.5).rows_per_step == 4, "no part is empty"
+    assert slow.with_rows_in_time(TrainPlan(budget=Budget(steps=1)), 0.5).rows_per_step == 8
+    assert cost(shape=None).with_rows_in_time(TrainPlan(budget=Budget(minutes=1)), 0.5).rows_per_step == 8
 
 
 def test_as_many_texts_at_once_as_the_memory_holds() -> None:

@@ -32,10 +32,12 @@ from space_train.self_generation.self_generate import (
     OwnText,
     OwnTextFile,
     OwnTextRecipe,
+    TextWorker,
     keep_asked,
     own_examples,
     prompts_of,
     read_own_texts,
+    write_asked,
     write_own_texts,
 )
 from space_train.train_plan import OwnTextError
@@ -214,6 +216,8 @@ class ThreadWorker:
     def __exit__(self, *_: object) -> None:
         asyncio.run_coroutine_threadsafe(self._server.stop(grace=1.0), self.loop).result(10)
 
+    code = None
+
     def obituary(self, what: str) -> str:
         return f"{what}. It said last: nothing"
 
@@ -283,6 +287,18 @@ def test_an_interrupted_file_is_completed_once(folder: Path, tmp_path: Path, wor
     again = write(folder, cut)
     assert (again.texts, again.num_kept, again.counts.num_steps) == (whole.texts, 7, 0)
     assert workers.num_starts == num_starts  # no worker for nothing
+
+
+def test_one_worker_writes_texts_of_several_kinds(folder: Path, tmp_path: Path, workers: type[ThreadWorker]) -> None:
+    alone = write(folder, tmp_path / "alone.jsonl")
+    num_starts, questions = workers.num_starts, [text.question for text in alone.texts]
+    with TextWorker(folder) as worker:
+        parts = [
+            write_asked(worker, asked, max_tokens=MAX_TOKENS, eos_stops=False, progress=False, file=tmp_path / name)
+            for name, asked in (("turns.jsonl", questions[:3]), ("answers.jsonl", questions[3:]))
+        ]
+    assert workers.num_starts == num_starts + 1
+    assert parts[0].texts + parts[1].texts == alone.texts
 
 
 class Seconds:

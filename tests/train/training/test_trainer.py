@@ -172,7 +172,7 @@ def seconds_per_call() -> Callable[[], float]:
         (Budget(steps=3), lambda c: c.step == 3),
         (Budget(tokens=300), lambda c: 300 <= c.num_tokens < 300 + 128),
         (Budget(flops=3e8), lambda c: 3e8 <= c.flops < 3e8 + 1.1 * c.flops / c.step),
-        (Budget(minutes=0.1), lambda c: 6 <= c.seconds <= 7),
+        (Budget(minutes=0.1), lambda c: 5 <= c.seconds <= 6),
         (Budget(epochs=1.5, steps=1000), lambda c: c.step == -(-1.5 * 12 // 4)),
         (Budget(steps=0), lambda c: c.step == 0),
     ],
