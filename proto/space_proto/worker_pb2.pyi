@@ -102,6 +102,8 @@ class _FinishEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Finish.ValueTy
     """`error` says why; only this sequence is harmed"""
     FINISH_RETURNED: _Finish.ValueType  # 5
     """not begun, for the worker drains: run it elsewhere, and send no more"""
+    FINISH_READMIT: _Finish.ValueType  # 6
+    """it goes on with other rotary angles (Hello.rope_switch): admit it again with all its ids"""
 
 class Finish(_Finish, metaclass=_FinishEnumTypeWrapper):
     """Why a sequence ended."""
@@ -118,6 +120,8 @@ FINISH_ERROR: Finish.ValueType  # 4
 """`error` says why; only this sequence is harmed"""
 FINISH_RETURNED: Finish.ValueType  # 5
 """not begun, for the worker drains: run it elsewhere, and send no more"""
+FINISH_READMIT: Finish.ValueType  # 6
+"""it goes on with other rotary angles (Hello.rope_switch): admit it again with all its ids"""
 Global___Finish: _TypeAlias = Finish  # noqa: Y015
 
 class _DraftSource:
@@ -287,6 +291,7 @@ class Start(_message.Message):
     PROTOCOL_MINOR_FIELD_NUMBER: _builtins.int
     MAX_PREFILL_ROWS_FIELD_NUMBER: _builtins.int
     MAX_DRAFT_LENGTH_FIELD_NUMBER: _builtins.int
+    READMITS_FIELD_NUMBER: _builtins.int
     protocol_major: _builtins.int
     """must equal the worker's; a worker refuses another major and names both"""
     protocol_minor: _builtins.int
@@ -295,6 +300,8 @@ class Start(_message.Message):
     """most prompt rows in one step, summed over sequences (chunked prefill budget)"""
     max_draft_length: _builtins.int
     """bound on drafts per sequence and step, for all sequences; 0 is plain decoding"""
+    readmits: _builtins.bool
+    """a sequence that ends with FINISH_READMIT is admitted again; false: no sequence does, and all have the angles of long ones"""
     def __init__(
         self,
         *,
@@ -302,10 +309,11 @@ class Start(_message.Message):
         protocol_minor: _builtins.int = ...,
         max_prefill_rows: _builtins.int = ...,
         max_draft_length: _builtins.int = ...,
+        readmits: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_draft_length", b"max_draft_length", "max_prefill_rows", b"max_prefill_rows", "protocol_major", b"protocol_major", "protocol_minor", b"protocol_minor"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_draft_length", b"max_draft_length", "max_prefill_rows", b"max_prefill_rows", "protocol_major", b"protocol_major", "protocol_minor", b"protocol_minor", "readmits", b"readmits"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -951,6 +959,7 @@ class Hello(_message.Message):
     STATE_BYTES_PER_SEQUENCE_FIELD_NUMBER: _builtins.int
     NUM_HEAD_DRAFTS_FIELD_NUMBER: _builtins.int
     PROOF_FIELD_NUMBER: _builtins.int
+    ROPE_SWITCH_FIELD_NUMBER: _builtins.int
     ENCODER_FIELD_NUMBER: _builtins.int
     HEAD_KIND_FIELD_NUMBER: _builtins.int
     protocol_major: _builtins.int
@@ -1009,6 +1018,8 @@ class Hello(_message.Message):
     """most drafts that the checkpoint's own recurrent head, or a draft network in its place, makes in a step (0: it has none)"""
     proof: _builtins.bytes
     """that the worker knows the secret, too: an answer to the router's own proof; empty: the port has none"""
+    rope_switch: _builtins.int
+    """ids beyond which a sequence has other rotary angles (LongRoPE), so that its keys and values are others; 0: all have the same"""
     head_kind: _builtins.str
     """what makes those drafts: recurrent (its head), model (a second one), mtp (its MTP layer) or eagle (an EAGLE head); "": nothing"""
     @_builtins.property
@@ -1071,12 +1082,13 @@ class Hello(_message.Message):
         state_bytes_per_sequence: _builtins.int = ...,
         num_head_drafts: _builtins.int = ...,
         proof: _builtins.bytes = ...,
+        rope_switch: _builtins.int = ...,
         encoder: Global___Encoder | None = ...,
         head_kind: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["encoder", b"encoder"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "attention", b"attention", "block_size", b"block_size", "device", b"device", "dtype", b"dtype", "encoder", b"encoder", "eos_ids", b"eos_ids", "has_draft_head", b"has_draft_head", "head_kind", b"head_kind", "incarnation", b"incarnation", "instruction_set", b"instruction_set", "lays_out_masks", b"lays_out_masks", "loras", b"loras", "mask_format", b"mask_format", "mask_ids", b"mask_ids", "max_draft_length", b"max_draft_length", "max_sequences", b"max_sequences", "model_hash", b"model_hash", "model_name", b"model_name", "num_blocks", b"num_blocks", "num_head_drafts", b"num_head_drafts", "num_host_blocks", b"num_host_blocks", "num_masks", b"num_masks", "num_state_slots", b"num_state_slots", "proof", b"proof", "protocol_major", b"protocol_major", "protocol_minor", b"protocol_minor", "state_bytes_per_sequence", b"state_bytes_per_sequence", "step_cost_reason", b"step_cost_reason", "step_cost_source", b"step_cost_source", "synthetic_acceptance", b"synthetic_acceptance", "takes_grammars", b"takes_grammars", "tokenizer_hash", b"tokenizer_hash", "vocab_size", b"vocab_size", "window", b"window"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "attention", b"attention", "block_size", b"block_size", "device", b"device", "dtype", b"dtype", "encoder", b"encoder", "eos_ids", b"eos_ids", "has_draft_head", b"has_draft_head", "head_kind", b"head_kind", "incarnation", b"incarnation", "instruction_set", b"instruction_set", "lays_out_masks", b"lays_out_masks", "loras", b"loras", "mask_format", b"mask_format", "mask_ids", b"mask_ids", "max_draft_length", b"max_draft_length", "max_sequences", b"max_sequences", "model_hash", b"model_hash", "model_name", b"model_name", "num_blocks", b"num_blocks", "num_head_drafts", b"num_head_drafts", "num_host_blocks", b"num_host_blocks", "num_masks", b"num_masks", "num_state_slots", b"num_state_slots", "proof", b"proof", "protocol_major", b"protocol_major", "protocol_minor", b"protocol_minor", "rope_switch", b"rope_switch", "state_bytes_per_sequence", b"state_bytes_per_sequence", "step_cost_reason", b"step_cost_reason", "step_cost_source", b"step_cost_source", "synthetic_acceptance", b"synthetic_acceptance", "takes_grammars", b"takes_grammars", "tokenizer_hash", b"tokenizer_hash", "vocab_size", b"vocab_size", "window", b"window"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -113,6 +113,7 @@ class ModelFacts:
     is_chunked: bool = False  # some layers see chunks of positions (Llama 4)
     kv_layers: tuple[LayerKV, ...] = ()  # by layer; empty: all alike, each with pages of its own
     states: tuple[LayerState | None, ...] = ()  # what each layer remembers beside keys and values; empty: nothing
+    rope_switch: int | None = None  # ids beyond which a sequence has other angles (LongRoPE); None: all have the same
     num_ranks: int = 1  # ranks that share the model; numbers of heads and bytes of KV cache are per rank
 
     @property

@@ -40,9 +40,19 @@ class SequenceLimits:
     window: int  # context window: prompt and output tokens
     eos_ids: frozenset[int]
     stop_ids: frozenset[int]
+    most_ids: int | None = None  # prompt and output tokens of this admission; a longer sequence is admitted again
 
     def num_left(self, num_known: int, num_prompt: int) -> int:
-        """Return how many tokens may still be emitted."""
+        """Return how many tokens may still be emitted in this admission."""
+        num_left = self._num_left_in_all(num_known, num_prompt)
+        return num_left if self.most_ids is None else min(num_left, self.most_ids - num_known)
+
+    def goes_on_elsewhere(self, num_known: int, num_prompt: int) -> bool:
+        """Whether only another admission may emit more tokens."""
+        is_full = self.most_ids is not None and num_known >= self.most_ids
+        return is_full and self._num_left_in_all(num_known, num_prompt) > 0
+
+    def _num_left_in_all(self, num_known: int, num_prompt: int) -> int:
         return min(self.max_tokens - (num_known - num_prompt), self.window - num_known)
 
     def cut(self, emitted: Sequence[int], num_left: int) -> tuple[int, SequenceEnd | None]:
@@ -122,6 +132,7 @@ class RunningSequence:
     grammar: GrammarState | None = None  # state of its grammar; None: unconstrained
     waits: bool = False  # for its grammar to be compiled
     pooling: PromptPooling | None = None  # of its prompt, in place of tokens; None: it generates
+    is_long: bool = False  # has the rotary angles of a long sequence (LongRoPE)
     num_emitted: int = 0  # ids emitted since admission
     paused: bool = False  # has no free slot, and was reported so
     most_ids: int = field(init=False)  # upper bound on len(ids)
@@ -358,9 +369,11 @@ def admit(
     max_drafts: int,
     sources: DraftSources | None = None,
     loras: Mapping[str, LoadedLora] = MappingProxyType({}),
+    readmits: bool = False,
 ) -> RunningSequence:
     """Build the sequence that an Admit message describes. Raises AdmissionError. `max_drafts`: the worker's own bound.
-    `sources`: draft sources besides masks; by default only the message's prediction. `loras`: that are loaded."""
+    `sources`: draft sources besides masks; by default only the message's prediction. `loras`: that are loaded.
+    `readmits`: the router admits a sequence again whose rotary angles change."""
     sources = sources or DraftSources()
     ids = list(message.ids)
     _check_ids(ids, message, facts)
@@ -389,11 +402,14 @@ def admit(
     eos_ids = frozenset(message.limits.eos_ids)
     if message.sampling.HasField("grammar") and not eos_ids:
         eos_ids = frozenset(facts.eos_ids)  # EOS must stay possible where the grammar is complete
+    switch = facts.rope_switch
+    is_long = switch is not None and (len(ids) > switch or not readmits)
     limits = SequenceLimits(
         max_tokens=message.limits.max_tokens,
         window=facts.window,
         eos_ids=eos_ids,
         stop_ids=frozenset(message.limits.stop_ids),
+        most_ids=None if switch is None or is_long else switch + 1,  # the last one is not computed here
     )
     if limits.num_left(len(ids), message.num_prompt) < 1:
         raise AdmissionError(
@@ -442,6 +458,7 @@ def admit(
         num_head_drafts=num_head_drafts,
         drafter=drafter,
         waits=in_grammar,
+        is_long=is_long,
         pooling=PromptPooling(message.pooling == pb.POOLING_MEAN) if message.pooling else None,
     )
 

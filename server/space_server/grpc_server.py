@@ -241,6 +241,7 @@ ENDS = {
     pb.FINISH_LENGTH: "length",
     pb.FINISH_ERROR: "error",
     pb.FINISH_RETURNED: "returned",
+    pb.FINISH_READMIT: "readmit",
 }
 
 

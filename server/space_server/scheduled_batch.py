@@ -70,7 +70,7 @@ class ScheduledSequence:
         ids = sequence.ids[start : start + self.num_pending]
         if num_drafts := self.layout.num_drafts:
             ids += sequence.drafts[:num_drafts]
-        own = sequence.adapter, sequence.seq_id, sequence.lora, sequence.state
+        own = sequence.adapter, sequence.seq_id, sequence.lora, sequence.state, sequence.is_long
         return Segment(ids, start, sequence.page_numbers, self.layout, *own)
 
 

@@ -190,7 +190,7 @@ class Worker:
             self._encodings.clear()
         if self._loras is not None:
             self._loras.unload_unnamed()
-        self._started = False
+        self._started = self._readmits = False
         self._max_prefill_rows = self._default_prefill_rows
         self._draft_bound = self.max_draft_length
 
@@ -221,6 +221,7 @@ class Worker:
             state_bytes_per_sequence=0 if self.kv.states is None else facts.state_bytes(self.kv.states.most_drafts),
             has_draft_head=facts.has_draft_head,
             model_name=facts.name,
+            rope_switch=facts.rope_switch or 0,
             max_sequences=self.max_sequences,
             attention=facts.attention,
             eos_ids=facts.eos_ids,
@@ -288,7 +289,7 @@ class Worker:
                 f"The router speaks protocol {start.protocol_major}.{start.protocol_minor}, this worker "
                 f"{PROTOCOL_MAJOR}.{PROTOCOL_MINOR}. Install the same version of spaceserve on both."
             )
-        self._started = True
+        self._started, self._readmits = True, start.readmits
         self._max_prefill_rows = start.max_prefill_rows or self._default_prefill_rows
         self._draft_bound = min(self.max_draft_length, start.max_draft_length)
 
@@ -336,6 +337,7 @@ class Worker:
                 max_drafts=self._draft_bound,
                 sources=self._sources,
                 loras=self._loaded_loras,
+                readmits=self._readmits,
             )
             refused = self.waiting.why_refused(sequence) if sequence.waits else None
             if refused is not None:

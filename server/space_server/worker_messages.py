@@ -27,7 +27,7 @@ def failure_message(what: str, error: Exception) -> str:
 
 
 PROTOCOL_MAJOR = 1
-PROTOCOL_MINOR = 19
+PROTOCOL_MINOR = 20
 
 _FINISH = {SequenceEnd.EOS: pb.FINISH_EOS, SequenceEnd.STOP_ID: pb.FINISH_STOP_ID, SequenceEnd.LENGTH: pb.FINISH_LENGTH}
 
@@ -62,7 +62,7 @@ def commit(output: SequenceOutput, report: pb.StepReport) -> None:
     if output.error is not None:
         part.finish, part.error = pb.FINISH_ERROR, output.error
     elif output.end is not None:
-        part.finish = _FINISH[output.end]
+        part.finish = _finish(sequence, output.end)
     if output.logprobs:
         part.logprobs.extend(map(_logprobs, output.logprobs))
     if output.prompt_logprobs:
@@ -73,6 +73,12 @@ def commit(output: SequenceOutput, report: pb.StepReport) -> None:
         part.num_predicted.extend(output.num_predicted)
     if num_drafted and origin is not BY_MASKS and origin.source is not DraftOrigin.MASKS:
         part.draft_source, part.num_mask_drafts = _SOURCE[origin.source], min(by_masks, num_drafted)
+
+
+def _finish(sequence: RunningSequence, end: SequenceEnd) -> pb.Finish.ValueType:
+    if end is SequenceEnd.LENGTH and sequence.limits.goes_on_elsewhere(len(sequence.ids), sequence.num_prompt):
+        return pb.FINISH_READMIT
+    return _FINISH[end]
 
 
 def vector_bytes(vector: Tensor) -> bytes:

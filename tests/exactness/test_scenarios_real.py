@@ -6,6 +6,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from doubles.router.scenario import Performance, RuleBroken, Scenario
@@ -65,6 +66,7 @@ class TableWorker:
             assert report.stats.prefill_rows <= self._max_prefill_rows
             assert report.stats.num_sequences <= self._worker.max_sequences
         for part in report.sequences if report is not None else ():
+            self.accepted["readmitted"] += part.finish == pb.FINISH_READMIT
             if part.num_drafted:
                 share = part.num_accepted / part.num_drafted
                 self.accepted["none" if share == 0 else "all" if share == 1 else "some"] += 1
@@ -83,6 +85,18 @@ def hybrid(tmp_path_factory: pytest.TempPathFactory) -> SpaceModel:
 
 
 @pytest.fixture(scope="module")
+def long_rope(tmp_path_factory: pytest.TempPathFactory) -> SpaceModel:
+    rope = {
+        "rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 30,
+        "short_factor": [1.0, 1.1, 1.2, 1.3, 1.5, 1.7, 2.0, 2.2],
+        "long_factor": [1.0, 1.4, 2.1, 3.3, 4.0, 5.0, 6.0, 8.0],
+    }  # fmt: skip
+    own: dict[str, Any] = {"rope_parameters": rope, "original_max_position_embeddings": 30}
+    path = tiny_checkpoint(tmp_path_factory.mktemp("long"), "phi3", hidden_size=32, num_heads=2, window=WINDOW, **own)
+    return load_model(path, dtype="float32", num_threads=1, max_model_len=WINDOW)
+
+
+@pytest.fixture(scope="module")
 def plain(model: SpaceModel) -> Worker:
     return Worker(model, num_blocks=32, block_size=BLOCK_SIZE, controller=FixedLayout.full(0))
 
@@ -98,7 +112,7 @@ def performer(model: SpaceModel, plain: Worker) -> Callable[..., Counter[str]]:
 
     def solo_text(request: ValidRequest) -> tuple[int, ...]:
         plain.reset()
-        router = WorkerClient(plain)
+        router = WorkerClient(plain, max_prefill_rows=4096, readmits=True)
         assert request.max_tokens is not None
         sequence = router.generate(
             request.prompt_ids, max_tokens=request.max_tokens, sampling=worker_messages.sampling(request.sampling),
@@ -165,6 +179,15 @@ def test_so_it_is_with_recurrent_layers_whose_states_are_kept_behind_prompts(hyb
     perform = performer(hybrid, alone)
     happened = sum((perform(seed) for seed in range(6)), Counter())
     assert all(happened[one] for one in ("finished", "none", "some", "all", "cached"))
+
+
+def test_so_it_is_where_texts_outgrow_their_rotary_angles(long_rope: SpaceModel) -> None:
+    alone = Worker(long_rope, num_blocks=32, block_size=BLOCK_SIZE, controller=FixedLayout.full(0))
+    perform = performer(long_rope, alone)
+    happened = sum((perform(seed) for seed in range(8)), Counter())
+    assert all(happened[one] for one in ("finished", "none", "some", "all", "cached", "restored", "readmitted"))
+    on_device = sum((perform(seed, on_device=True) for seed in range(4)), Counter())
+    assert all(on_device[one] for one in ("finished", "launched", "readmitted"))
 
 
 def test_a_copy_that_does_not_come_back_is_caught(

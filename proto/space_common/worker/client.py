@@ -131,10 +131,12 @@ class WorkerClient:
         max_prefill_rows: int | None = None,
         max_draft_length: int = 99,
         keeps_reports: bool = True,
+        readmits: bool = False,
     ) -> None:
         """`max_prefill_rows`, `max_draft_length`: bounds of a step, for all sequences. None: 4096 for an automatic
         client, else a worker in this process keeps its own bounds. `keeps_reports`: also keep what has been reported
-        and released; False for a client that lives long.
+        and released; False for a client that lives long. `readmits`: admit a sequence again whose rotary angles change
+        (FINISH_READMIT), on pages of its own.
         """
         self.worker = worker
         self.free = list(range(worker.num_blocks))  # taken from the front, given back at the end
@@ -144,11 +146,16 @@ class WorkerClient:
         self.reports: list[pb.StepReport] = []
         self.num_steps = 0  # forward passes
         self.after_step: Callable[[pb.StepReport], None] | None = None
-        self._automatic, self._keeps_reports = automatic, keeps_reports
+        self._automatic, self._keeps_reports, self._readmits = automatic, keeps_reports, readmits
         self._last_seq_id = 0
         rows = MAX_PREFILL_ROWS if automatic and max_prefill_rows is None else max_prefill_rows
         if rows is not None:
-            start = pb.Start(protocol_major=PROTOCOL_MAJOR, max_prefill_rows=rows, max_draft_length=max_draft_length)
+            start = pb.Start(
+                protocol_major=PROTOCOL_MAJOR,
+                max_prefill_rows=rows,
+                max_draft_length=max_draft_length,
+                readmits=readmits,
+            )
             worker.apply(pb.Command(start=start))
 
     def admit(
@@ -263,8 +270,11 @@ class WorkerClient:
             if seq_id in self.running:
                 sequence = self.running.pop(seq_id)
                 self.drop(sequence.pages)
-                sequence.pages = []
-                if not self._keeps_reports:
+                num_pages, sequence.pages = len(sequence.pages), []
+                if self._readmits and sequence.finish == pb.FINISH_READMIT:
+                    sequence.finish = pb.FINISH_NONE
+                    self.submit(sequence, num_pages=num_pages)
+                elif not self._keeps_reports:
                     del self.sequences[seq_id]
             elif seq_id in self.sequences or self._automatic:
                 raise WorkerClientError(f"The release of sequence {seq_id} is acknowledged, and it was not running.")

@@ -84,9 +84,10 @@ class PendingPrefix:
 class PendingPrefixes:
     """The full blocks of admitted prompts until they are in the prefix cache."""
 
-    def __init__(self, cache: KVOffload, block_size: int, *, may_share: bool) -> None:
+    def __init__(self, cache: KVOffload, facts: WorkerModelFacts) -> None:
         self._cache = cache
-        self._block_size, self._may_share = block_size, may_share
+        self._block_size, self._rope_switch = facts.block_size, facts.rope_switch
+        self._may_share = not facts.is_recurrent
         self._by_key: dict[bytes, WorkerSequence] = {}  # key of a block -> sequence whose prefill computes it
 
     def find(self, live: RequestState) -> PendingPrefix | None:
@@ -94,6 +95,7 @@ class PendingPrefixes:
         if not self._by_key or not live.request.share_prefix or live.reads_whole_prompt:
             return None
         num_whole = (len(live.ids) - 1) // self._block_size
+        live.choose_angles(self._rope_switch)
         keys = live.keys(self._block_size, num_whole)
         start = num_pending = len(self._cache.lookup_prefix(keys[:num_whole]))
         leader = self._by_key.get(keys[start]) if start < num_whole else None
@@ -142,7 +144,7 @@ class Scheduler:
         self.facts = facts
         self.pool = PagePool(facts.num_blocks)
         self.offload = KVOffload(self.pool, facts.num_host_blocks)
-        self.pending_prefixes = PendingPrefixes(self.offload, facts.block_size, may_share=not facts.is_recurrent)
+        self.pending_prefixes = PendingPrefixes(self.offload, facts)
         self.states = StateCache(facts.num_state_slots)
         self.sequences: dict[int, WorkerSequence] = {}  # by seq_id, until their release is acknowledged
         self.num_running = 0  # sequences that are not released
@@ -203,6 +205,7 @@ class Scheduler:
 
     def _placement(self, live: RequestState) -> Placement | None:
         size, num_ids = self.facts.block_size, len(live.ids)
+        live.choose_angles(self.facts.rope_switch)
         prefix: list[PrefixBlock] = []
         if self._shares(live) and not live.reads_whole_prompt:
             # The last id is always computed, into an unshared block: its row gives the next token.
@@ -396,7 +399,10 @@ class Scheduler:
             sequence.drafted(delta.drafted)
         if delta.decoded and not live.request.num_forced_drafts:
             self._num_drafted += (delta.drafted - self._num_drafted) * FORGETTING
-        if part.finish:
+        if part.finish == worker_pb2.FINISH_READMIT:
+            sequence.finished = True
+            self.recall(live)
+        elif part.finish:
             sequence.finished = True
             self._release(sequence)
             live.phase = Phase.ENDED

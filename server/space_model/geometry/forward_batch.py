@@ -141,6 +141,7 @@ class Segment:
     owner: int | None = None  # sequence number, under which its pages are cached between steps; None: not cached
     lora: int | None = None  # number of the LoRA that acts on all its rows; None: the weights alone
     state: int = 0  # slot of its recurrent states, where layers have some
+    is_long: bool = False  # has the rotary angles of a long sequence (LongRoPE)
 
 
 def without_room(number: int, segment: Segment, block_size: int) -> ValueError:
@@ -165,6 +166,7 @@ class ForwardBatch:
     pattern: BatchPattern
     rows: StepRows
     segments: Sequence[Segment] = ()  # the packed segments
+    long_rows: Tensor | None = None  # [R] bool: rows with the rotary angles of long sequences; None: no row has
 
     @property
     def chain_rows(self) -> list[range]:
@@ -242,4 +244,14 @@ class ForwardBatch:
         ids, positions = (torch.from_numpy(row) for row in packed)
         if device.type != "cpu":
             ids, positions = torch.from_numpy(packed).to(device).unbind()  # one copy
-        return cls(ids=ids, positions=positions, pattern=pattern, rows=rows, segments=segments)
+        long_rows = _long_rows(segments, pattern, device) if any(one.is_long for one in segments) else None
+        return cls(ids, positions, pattern, rows, segments, long_rows)
+
+
+def _long_rows(segments: Sequence[Segment], pattern: BatchPattern, device: torch.device) -> Tensor:
+    """Return [R] bool: the rows of long segments."""
+    found = np.zeros(pattern.rows.num_padded, dtype=np.bool_)
+    for segment, chain_rows, groups in zip(segments, pattern.chain_rows, pattern.mask_rows, strict=True):
+        for rows in (chain_rows, *groups):
+            found[rows.start : rows.stop] = segment.is_long
+    return torch.from_numpy(found).to(device)

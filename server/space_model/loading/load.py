@@ -49,7 +49,7 @@ from space_model.model_error import (
 )
 from space_model.model_facts import HeadFacts, ModelFacts, Ranks
 from space_model.networks.altup import fix_cutoffs
-from space_model.networks.fixed_rope import fix_angles
+from space_model.networks.fixed_rope import angles_of
 from space_model.networks.llama_network import compact_network
 from space_model.networks.own_attention.attach import attach as attach_own_attention
 from space_model.networks.recurrent.attach import attach as attach_recurrent
@@ -146,7 +146,7 @@ def load_model(
         model = read_part(checkpoint, config, Share(ranks.rank, ranks.size), number, place)
     _log.info("weights read in %.2f s, and on %s", time.perf_counter() - begun, place)
     window = _window(config, max_model_len)
-    fix_angles(model, window, checkpoint.name)
+    rope_switch = angles_of(model, window, checkpoint.name, switches=ranks is None)
     vocab_size = len(model.get_output_embeddings().weight)
     eos_ids = checkpoint.eos_ids(vocab_size)
     both = sorted(set(eos_ids).intersection(section.mask_ids))
@@ -184,6 +184,7 @@ def load_model(
         kv_layers=family.kv_layers(model.config),
         states=layer_states(model.config),
         num_ranks=num_ranks,
+        rope_switch=rope_switch,
     )
     try:
         make = choose_ops or (lambda _: ops_for(place, attention=attention, exact=exact, dtype=number, fp8_kv=fp8_kv))

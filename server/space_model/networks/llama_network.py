@@ -212,6 +212,8 @@ def compact_network(
     ranks: Ranks | None = None,
 ) -> Network | None:
     """Take `base` apart and return its compact network; None, with `base` unchanged, if there is none."""
+    if facts.rope_switch is not None:
+        return None  # it has one set of angles for all rows
     sizes = facts.num_heads, facts.kv_heads, facts.head_dim
     source = LlamaSource(base, *sizes, adapters, prefix, ranks, facts.weights)
     if facts.device.type == "cpu":

@@ -40,6 +40,7 @@ from space_model.lora import Lora
 from space_model.model_error import UnsupportedModel
 from space_model.networks.altup import apart, beside, coefficient_linears, is_altup, num_versions, predict_by_row
 from space_model.networks.experts_module import experts_for, is_experts, router_linears
+from space_model.networks.fixed_rope import LongRope
 from space_model.networks.latent_heads import EXPANSION, LatentHeads
 from space_model.networks.network import PagedKV, Taps
 from space_model.networks.scaled_experts import ScaledRowExperts
@@ -393,6 +394,7 @@ class TransformersNetwork:
         self._dtype = base.get_input_embeddings().weight.dtype
         self._gate = gate or ServedGate()
         self._current = CurrentStep.of(base)
+        self._ropes = [module for module in base.modules() if isinstance(module, LongRope)]
         self._shared = KVSharingDict() if "reuse" in (getattr(base.config, "kv_sharing_modes", None) or ()) else None
 
     def forward(self, batch: ForwardBatch, kv: PagedKV, taps: Taps | None = None) -> Tensor:
@@ -484,6 +486,8 @@ class TransformersNetwork:
 
     def _run(self, batch: ForwardBatch, step: AttentionStep | None) -> Tensor:
         ids, positions = batch.ids[None], batch.positions[None]
+        for rope in self._ropes:
+            rope.long_rows = batch.long_rows
         with self._current.running(step):
             named = {**self._current.keywords, "space_step": step}
             out = self.base(input_ids=ids, position_ids=positions, use_cache=False, **named)

@@ -108,11 +108,13 @@ class DeviceBatch:
 
     def fits(self, sequence: RunningSequence) -> bool:
         """Whether this sequence can be stepped here: only its root is pending, it drafts with the same adapter's masks
-        as the batch or with none, it has no LoRA, and its sampling parameters fit the tensors."""
+        as the batch or with none, it has no LoRA and no angles of its own, and its sampling parameters fit the
+        tensors."""
         ends = len(sequence.limits.eos_ids | sequence.limits.stop_ids)
         return (
             sequence.num_pending == 1
             and sequence.lora is None
+            and not sequence.is_long
             and (sequence.num_logprobs or 0) <= MOST_TOP
             and (sequence.drafter is None or self._takes_proposals(sequence))
             and self._has_its_masks(sequence)

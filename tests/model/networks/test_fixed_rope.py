@@ -1,4 +1,4 @@
-"""Angles that depend on a sequence's length are those of the served window, as transformers computes them for it."""
+"""Angles that depend on a sequence's length, as transformers computes them for it."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from space_model.space_model import SpaceModel
 from tiny_checkpoints import tiny_checkpoint
 from torch import Tensor
 from transformers import AutoModelForCausalLM
+from transformers.models.phimoe.modeling_phimoe import PhimoeRotaryEmbedding
 
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
 LONG = {
@@ -30,11 +31,12 @@ def ids_of(count: int) -> list[int]:
 
 
 @torch.inference_mode()
-def logits(model: SpaceModel, ids: list[int], *chunks: int) -> Tensor:
+def logits(model: SpaceModel, ids: list[int], *chunks: int, is_long: bool = False) -> Tensor:
     pages = list(range(-(-len(ids) // 16)))
     kv, parts, start = model.allocate_kv(len(pages), 16), [], 0
     for length in chunks or (len(ids),):
-        batch = ForwardBatch.build([Segment(ids[start : start + length], start, pages)], block_size=16, mask_ids=())
+        segment = Segment(ids[start : start + length], start, pages, is_long=is_long)
+        batch = ForwardBatch.build([segment], block_size=16, mask_ids=())
         parts.append(model.logits(model.forward(batch, kv)[:length]))
         start += length
     return torch.cat(parts)
@@ -86,21 +88,62 @@ def test_short_factors_serve_the_original_length(long: Path, caplog: pytest.LogC
     caplog.set_level(logging.INFO)
     model = load_model(long, dtype="float32")
     assert model.facts.window == 64
-    assert "served with the short factors, for 64 positions; --max-model-len beyond 64 serves the long" in caplog.text
+    assert (
+        "served with the short factors, for 64 positions; --max-model-len beyond 64 serves longer texts" in caplog.text
+    )
     assert_equal(logits(model, ids_of(64)), dense(long, ids_of(64)))
 
 
-def test_long_factors_serve_every_sequence_of_a_longer_window(long: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_beyond_the_original_length_each_sequence_has_the_factors_of_its_length(
+    long: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO)
     model = load_model(long, dtype="float32", max_model_len=100)
-    assert "served with the long factors, for 100 positions" in caplog.text
+    assert "served with the short factors up to 64 tokens, and with the long ones beyond" in caplog.text
+    assert model.facts.rope_switch == 64
     ids = ids_of(100)
-    whole, wanted = logits(model, ids), dense(long, ids)  # of more than 64 tokens transformers takes the long ones
+    whole, wanted = logits(model, ids, is_long=True), dense(long, ids)
     assert_equal(whole, wanted)
-    assert torch.equal(logits(model, ids, 1, 5, 60, 34), whole)
-    assert_equal(logits(model, ids[:40]), wanted[:40])
+    assert torch.equal(logits(model, ids, 1, 5, 60, 34, is_long=True), whole)
+    assert_equal(logits(model, ids[:64]), dense(long, ids[:64]))
     with pytest.raises(InvalidSetting, match=r"must lie in 1\.\.256"):
         load_model(long, max_model_len=257)
+
+
+@torch.inference_mode()
+def test_rows_of_both_in_a_step_have_the_bits_of_a_step_of_their_own(long: Path) -> None:
+    model = load_model(long, dtype="float32", max_model_len=100)
+    ids = ids_of(90)
+    kv = model.allocate_kv(12, 16)
+    both = [Segment(ids[:40], 0, range(3)), Segment(ids, 0, range(3, 9), is_long=True), Segment(ids[:9], 0, [9])]
+    batch = ForwardBatch.build(both, block_size=16, mask_ids=())
+    found = model.logits(model.forward(batch, kv))
+    assert torch.equal(found[:40], logits(model, ids[:40]))
+    assert torch.equal(found[40:130], logits(model, ids, is_long=True))
+    assert torch.equal(found[130:139], logits(model, ids[:9]))
+
+
+def test_phi_moe_has_the_factors_and_scales_of_its_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers computes Phi-MoE's long texts with the short factors; the published model file does not."""
+    scales = {"short_mscale": 1.2, "long_mscale": 1.4}
+    rope = {**LONG, **scales, "long_factor": [1.0, 1.4, 2.1, 3.3, 4.0, 5.0, 6.0, 8.0], "short_factor": [1.1] * 8}
+    del rope["partial_rotary_factor"]
+    own: dict[str, Any] = {"original_max_position_embeddings": 64}
+    path = tiny_checkpoint(tmp_path, "mixtral", model_type="phimoe", window=256, rope_parameters=rope, **own)
+
+    def published(_: Any, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        kind = "long" if int(position_ids.max()) + 1 > 64 else "short"
+        exponents = torch.arange(0, 16, 2).float() / 16
+        turns = position_ids[..., None].float() / (torch.tensor(rope[f"{kind}_factor"]) * 10000.0**exponents)
+        turns = torch.cat([turns, turns], dim=-1)
+        return turns.cos() * rope[f"{kind}_mscale"], turns.sin() * rope[f"{kind}_mscale"]
+
+    model = load_model(path, dtype="float32", max_model_len=100)
+    assert model.facts.rope_switch == 64
+    monkeypatch.setattr(PhimoeRotaryEmbedding, "forward", published)
+    ids = ids_of(100)
+    assert_equal(logits(model, ids, is_long=True), dense(path, ids))
+    assert_equal(logits(model, ids[:64]), dense(path, ids[:64]))
 
 
 def test_angles_by_layer_type_that_depend_on_the_length_are_refused(tmp_path: Path) -> None:

@@ -276,6 +276,7 @@ A_REQUEST = st.tuples(st.integers(1, 24), st.integers(1, 30), st.integers(0, 2),
     delay=st.integers(0, 2),
     release_steps=st.integers(0, 2),
     prefill_rows=st.integers(1, 32),
+    rope_switch=st.sampled_from([0, 0, 13, 16]),
 )
 def test_any_traffic_ends_with_the_right_text_and_every_page_back(
     requests: list[tuple[int, int, int, bool, bool]],
@@ -285,6 +286,7 @@ def test_any_traffic_ends_with_the_right_text_and_every_page_back(
     delay: int,
     release_steps: int,
     prefill_rows: int,
+    rope_switch: int,
 ) -> None:
     script = Script(
         language=HashLanguage(range(4, 250), eos_id=2, eos_period=20),
@@ -294,6 +296,7 @@ def test_any_traffic_ends_with_the_right_text_and_every_page_back(
         block_size=4,
         max_sequences=5,
         release_steps=release_steps,
+        rope_switch=rope_switch,
     )
     house = Lockstep(script, max_prefill_rows=prefill_rows, delay=delay)
     given = []
@@ -620,3 +623,28 @@ async def test_what_cannot_be_finished_any_more_is_refused_before_it_runs() -> N
             assert stream.statistics.num_generated == 0
         async with house.engine.submit(request_of(6, 400, deadline=0.02, stops_on_text=True)):
             assert house.engine.load().num_running == 1
+
+
+def test_a_text_that_outgrows_its_rotary_angles_is_computed_anew_and_shares_no_keys_with_shorter_ones() -> None:
+    house = Lockstep(Script(block_size=4, rope_switch=16), delay=1)
+    first = house.submit(request_of(9, 40))
+    house.run()
+    assert house.text(first) == answer(first.request, house.script)
+    figures = house.batch.figures
+    assert (figures.num_admits, figures.num_cached_ids) == (2, 0)
+    assert figures.num_computed_prompt_ids == 9 + 17
+    assert first.statistics.num_preemptions == 0
+    house.submit(request_of((*first.ids[:16],), 1))  # what was computed before the switch
+    house.run()
+    assert figures.num_cached_ids == 12
+    house.submit(request_of((*first.ids[:33],), 1))  # what was computed behind it
+    house.run()
+    assert figures.num_cached_ids == 12 + 32
+
+
+def test_a_text_that_ends_at_the_switch_is_not_admitted_again() -> None:
+    house = Lockstep(Script(block_size=4, rope_switch=16))
+    live = house.submit(request_of(9, 8))
+    house.run()
+    assert live.num_generated == 8
+    assert house.batch.figures.num_admits == 1

@@ -117,6 +117,7 @@ Pooling = Literal["last", "mean"]
 """How the hidden states of a prompt become one vector."""
 
 _LORA_SALT = "lora "
+_LONG_SALT = " long"
 
 
 @dataclass(frozen=True)
@@ -163,14 +164,14 @@ class ValidRequest:
         rows_per_step = (self.num_forced_drafts + 1) ** 2 if self.num_forced_drafts else 0
         return max(num_tokens, num_steps * rows_per_step)
 
-    @property
-    def prefix_salt(self) -> str:
-        """What its keys and values depend on besides ids: requests with another salt share no prefix."""
-        if self.lora is None and not self.cache_salt.startswith(_LORA_SALT):
+    def prefix_salt(self, *, is_long: bool) -> str:
+        """Return what its keys and values depend on besides ids: requests with another salt share no prefix.
+        `is_long`: it has the rotary angles of a long sequence."""
+        if self.lora is None and not is_long and not self.cache_salt.startswith(_LORA_SALT):
             return self.cache_salt
         # A client's salt that looks like a LoRA's is another one than any LoRA's.
         digest = "none" if self.lora is None else self.lora.digest
-        return f"{_LORA_SALT}{digest}\0{self.cache_salt}"
+        return f"{_LORA_SALT}{digest}{_LONG_SALT if is_long else ''}\0{self.cache_salt}"
 
     @property
     def can_end_early(self) -> bool:

@@ -65,7 +65,8 @@ class RequestState:
         self.deadline: Timer | None = None
         self.statistics = Statistics(num_prompt=self.num_prompt)
         self.stream: Stream | None = None  # None only in tests of the scheduler
-        self._keys: dict[int, BlockKeys] = {}
+        self.is_long = False  # its keys and values have the rotary angles of a long sequence (LongRoPE)
+        self._keys: dict[tuple[int, bool], BlockKeys] = {}
 
     @property
     def num_generated(self) -> int:
@@ -109,9 +110,15 @@ class RequestState:
 
     def keys(self, block_size: int, num_blocks: int) -> list[bytes]:
         """Return the prefix cache keys of at least the first `num_blocks` full blocks of `ids`."""
-        if block_size not in self._keys:
-            self._keys[block_size] = BlockKeys(self.request.prefix_salt, block_size)
-        return self._keys[block_size].first_keys(self.ids, num_blocks)
+        kind = block_size, self.is_long
+        if kind not in self._keys:
+            self._keys[kind] = BlockKeys(self.request.prefix_salt(is_long=self.is_long), block_size)
+        return self._keys[kind].first_keys(self.ids, num_blocks)
+
+    def choose_angles(self, rope_switch: int) -> None:
+        """Choose the rotary angles of its next admission. `rope_switch`: ids beyond which they are those of a long
+        sequence; 0: all sequences have the same."""
+        self.is_long = 0 < rope_switch < len(self.ids)
 
 
 class SequenceUpdate(NamedTuple):

@@ -84,6 +84,7 @@ class WorkerModelFacts:
     step_cost_source: str = ""  # file, measured or learned; "": the worker does not say
     step_cost_reason: str = ""  # why they are learned
     encoder: ServedEncoder | None = None  # the encoder beside the model; None: there is none
+    rope_switch: int = 0  # ids beyond which a sequence has other rotary angles; 0: all have the same
 
     @property
     def num_slots(self) -> int:

@@ -485,7 +485,9 @@ class WorkerConnection:
             rows = self._config.max_prefill_rows
             scheduler = Scheduler(facts, max_prefill_rows=rows, max_draft_length=self._config.max_draft_length)
             drafts = scheduler.max_draft_length
-            start = worker_pb2.Start(protocol_major=PROTOCOL_MAJOR, max_prefill_rows=rows, max_draft_length=drafts)
+            start = worker_pb2.Start(
+                protocol_major=PROTOCOL_MAJOR, max_prefill_rows=rows, max_draft_length=drafts, readmits=True
+            )
             link.send([worker_pb2.Command(start=start)])
             self.scheduler, self._link = scheduler, link
             self.num_incarnations += 1

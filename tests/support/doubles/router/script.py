@@ -101,6 +101,7 @@ class Script:
     num_blocks: int = 64
     num_host_blocks: int = 0  # of host memory
     window: int = 512
+    rope_switch: int = 0  # ids beyond which a sequence has other rotary angles; 0: all have the same
     max_sequences: int = 64
     mask_ids: tuple[int, ...] = (3,)
     adapters: tuple[str, ...] = ()  # gated adapters; they change nothing

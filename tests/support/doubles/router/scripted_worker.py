@@ -128,7 +128,8 @@ class ScriptedSequence:
         self._max_draft_length = min(max_draft_length, admit.max_draft_length, script.draft_length)
         self._num_steps = 0
         self._num_times = 0  # it was stepped in, in whatever way
-        self._hashes = prefix_hashes(self.ids, [], admit.lora)
+        self._is_long = 0 < script.rope_switch < len(self.ids)
+        self._hashes = prefix_hashes(self.ids, [], admit.lora + " long" * self._is_long)
 
         size = script.block_size
         if not self.ids or not 1 <= admit.num_prompt <= len(self.ids):
@@ -260,6 +261,8 @@ class ScriptedSequence:
                 report.finish = worker_pb2.FINISH_STOP_ID
             elif num_generated >= limits.max_tokens or len(self.ids) >= self._script.window:
                 report.finish = worker_pb2.FINISH_LENGTH
+            elif not self._is_long and 0 < self._script.rope_switch < len(self.ids):
+                report.finish = worker_pb2.FINISH_READMIT
             if report.finish != worker_pb2.FINISH_NONE:
                 self.ended = True
                 break
@@ -293,7 +296,8 @@ def hello_of(script: Script, incarnation: str) -> worker_pb2.Hello:
         num_masks=script.draft_length if script.num_masks is None else script.num_masks,
         lays_out_masks=script.lays_out_masks, mask_ids=script.mask_ids,
         dtype="float32", device="cpu", model_name=script.model_name, max_sequences=script.max_sequences,
-        attention="none", instruction_set=script.instruction_set, num_host_blocks=script.num_host_blocks,
+        rope_switch=script.rope_switch, attention="none", instruction_set=script.instruction_set,
+        num_host_blocks=script.num_host_blocks,
         eos_ids=script.eos_ids, takes_grammars=script.takes_grammars,
         num_state_slots=script.num_state_slots, state_bytes_per_sequence=script.state_bytes_per_sequence,
         step_cost_source=script.step_cost_source, step_cost_reason=script.step_cost_reason,

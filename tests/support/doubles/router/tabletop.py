@@ -237,7 +237,7 @@ class OfflineConnection(WorkerConnection):
         self.num_incarnations += 1
         self._num_reports = 0
         drafts = self.scheduler.max_draft_length
-        start = worker_pb2.Start(protocol_major=1, max_prefill_rows=rows, max_draft_length=drafts)
+        start = worker_pb2.Start(protocol_major=1, max_prefill_rows=rows, max_draft_length=drafts, readmits=True)
         return self.scheduler, worker_pb2.Command(start=start)
 
     def numbered(self, report: worker_pb2.StepReport) -> worker_pb2.StepReport:
