@@ -278,11 +278,7 @@ def _rope(facts: Facts, head_dim: int, rotary: int) -> dict[str, Any]:
     if rotary != head_dim:
         rope["partial_rotary_factor"] = rotary / head_dim
     if any(name in facts.file.tensors for name in ROPE_FACTORS) or facts.get("rope.scaling.type") == "longrope":
-        raise GgufError(
-            f"{facts.file.path} scales its rotary positions by 'longrope': the angles would depend on the longest "
-            "sequence of the batch. Use a checkpoint with linear, llama3 or yarn scaling, or none; of Phi-3, the one "
-            "of 4k positions."
-        )
+        return rope | _longrope(facts, rotary)
     factor = facts.number("rope.scaling.factor", facts.number("rope.scale_linear", 1.0))
     kind = facts.get("rope.scaling.type") or "linear"
     frequencies = facts.file.tensors.get(ROPE_FREQUENCIES)
@@ -298,6 +294,30 @@ def _rope(facts: Facts, head_dim: int, rotary: int) -> dict[str, Any]:
         raise GgufError(f"{facts.file.path} scales its rotary positions by {kind!r}, which is not served. {RECONVERT}")
     if frequencies is not None:
         return rope | _llama3(facts, rope["rope_theta"], rotary)
+    return rope
+
+
+def _longrope(facts: Facts, rotary: int) -> dict[str, Any]:
+    """Return the RoPE scaling of Phi-3 and Phi-4, whose factors are tensors."""
+    if facts.architecture != "phi3":
+        raise GgufError(
+            f"{facts.file.path} scales its rotary positions by 'longrope', which of GGUF files those of phi3 do here; "
+            f"its architecture is {facts.architecture!r}. {RECONVERT}"
+        )
+    rope: dict[str, Any] = {
+        "rope_type": "longrope",
+        "original_max_position_embeddings": facts.count("rope.scaling.original_context_length"),
+        "attention_factor": facts.number("rope.scaling.attn_factor", 1.0),
+    }
+    for name in ROPE_FACTORS:
+        found = facts.file.numbers(name) if name in facts.file.tensors else np.empty(0, np.float32)
+        if found.shape != (rotary // 2,) or not (np.isfinite(found) & (found > 0)).all():
+            raise GgufError(
+                f"{facts.file.path} has {found.size} numbers above 0 in {name} where {rotary // 2} frequencies are. "
+                f"{RECONVERT}"
+            )
+        which = "long" if "long" in name else "short"
+        rope[f"{which}_factor"] = [float(str(number)) for number in found]
     return rope
 
 

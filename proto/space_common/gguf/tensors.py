@@ -99,7 +99,7 @@ class _Sources:
             self._take("output.weight", "lm_head.weight")
         for layer in range(self._config["num_hidden_layers"]):
             self._layer(f"blk.{layer}", f"model.layers.{layer}")
-        aside = {ROPE_FREQUENCIES} if self._architecture == "llama" else set()
+        aside = {"llama": {ROPE_FREQUENCIES}, "phi3": {*ROPE_FACTORS}}.get(self._architecture, set())
         left = [
             name
             for name in self._file.tensors

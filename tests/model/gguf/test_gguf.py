@@ -83,6 +83,42 @@ def test_numbers_and_logits_are_the_originals(
     assert float((logits(ours) - logits(theirs)).abs().max()) < 1e-5
 
 
+@pytest.mark.parametrize("share", [1.0, 0.75], ids=["phi-3", "phi-4-mini"])
+def test_factors_of_longrope_are_the_originals(share: float, tmp_path: Path) -> None:
+    count = int(8 * share)
+    rope = {
+        "rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 256,
+        "short_factor": [1.0, 1.1, 1.2, 1.3, 1.5, 1.7, 2.0, 2.2][:count],
+        "long_factor": [1.0, 1.4, 2.1, 3.3, 4.0, 5.0, 6.0, 8.0][:count], "partial_rotary_factor": share,
+    }  # fmt: skip
+    source = tiny_checkpoint(tmp_path / "source", "phi3_longrope", num_masks=0, rope_parameters=rope)
+    file = write_gguf(source, tmp_path / "x.gguf")
+    config = Checkpoint.open(file).config
+    assert {"partial_rotary_factor": 1.0, **config["rope_parameters"]}.items() >= rope.items()
+    assert config["original_max_position_embeddings"] == 256
+    assert load_model(file, dtype="float32").facts.window == 256
+    ours, theirs = (load_model(one, dtype="float32", weights="plain", max_model_len=512) for one in (file, source))
+    assert ours.facts.rope_switch == theirs.facts.rope_switch == 256
+    for length in (200, 300):
+        ids = torch.randint(16, 128, (length,), generator=torch.Generator().manual_seed(0)).tolist()
+        both = []
+        for model in (ours, theirs):
+            segment = Segment(ids, 0, range(20), is_long=length > 256)
+            batch = ForwardBatch.build([segment], block_size=16, mask_ids=())
+            both.append(model.logits(model.forward(batch, model.allocate_kv(20, 16))[:length]))
+        assert float((both[0] - both[1]).abs().max()) < 1e-5
+
+
+@pytest.mark.parametrize("damage", ["left out", "cut", "zero"])
+def test_factors_of_longrope_that_do_not_fit_are_refused(damage: str, tmp_path: Path) -> None:
+    source = tiny_checkpoint(tmp_path / "source", "phi3_longrope", num_masks=0)
+    file = write_gguf(
+        source, tmp_path / "x.gguf", rope_factors={"left out": (), "cut": (1.0,) * 7, "zero": (0.0,) * 8}[damage]
+    )
+    with pytest.raises(UnsupportedModel, match=r"numbers above 0 in rope_factors_long\.weight where 8 frequencies are"):
+        load_model(file)
+
+
 def mixture(folder: Path, family: str) -> Path:
     """A tiny mixture of experts, each with a width of its own where the family has one."""
     if family in ("mixtral", "qwen3_moe"):  # as published, and as llama.cpp takes it for granted

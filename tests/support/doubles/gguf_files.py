@@ -7,7 +7,7 @@ here from what the converter does, apart from the code that undoes it.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,12 +41,13 @@ def write_gguf(
     without: str | None = None,
     more: Mapping[str, Tensor] | None = None,
     swap_attention: bool = False,
+    rope_factors: Sequence[float] | None = None,
 ) -> Path:
     """Write the checkpoint in `folder` as a GGUF file, matrices as `kind`, and return the file.
 
     `values`: further metadata, by key; `tokens`: with its tokenizer, which must be byte-level; `without`: a tensor that
     is left out; `more`: tensors besides; `swap_attention`: query, key and value in one matrix where the family has
-    three, and the other way round.
+    three, and the other way round; `rope_factors`: the long ones of LongRoPE instead of the config's, none: left out.
     """
     config = AutoConfig.from_pretrained(folder)
     architecture = _ARCHITECTURES[config.model_type]
@@ -77,6 +78,10 @@ def write_gguf(
     rope = config.rope_parameters.get("full_attention", config.rope_parameters)
     if rope["rope_type"] == "llama3":
         writer.add_tensor("rope_freqs.weight", _llama3_divisors(rope, config.head_dim))
+    if rope["rope_type"] == "longrope":
+        for which, given in (("long", rope_factors), ("short", None)):
+            if len(factors := rope[f"{which}_factor"] if given is None else given):
+                writer.add_tensor(f"rope_factors_{which}.weight", np.array(factors, np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -110,6 +115,12 @@ def _describe(writer: GGUFWriter, config: Any) -> None:
     if rope["rope_type"] in ("linear", "yarn"):
         writer.add_rope_scaling_type(RopeScalingType[rope["rope_type"].upper()])
         writer.add_rope_scaling_factor(rope["factor"])
+    if rope["rope_type"] == "longrope":  # as the converter of Phi-3 writes it, which names no type
+        original = rope["original_max_position_embeddings"]
+        writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1.0)))
+        writer.add_rope_scaling_orig_ctx_len(original)
+        scale = config.max_position_embeddings / original
+        writer.add_rope_scaling_attn_factors((1 + np.log(scale) / np.log(original)) ** 0.5)
     if rope["rope_type"] == "yarn":
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
     if config.model_type in ("gemma2", "gemma3_text", "phi3"):
