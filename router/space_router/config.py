@@ -201,10 +201,11 @@ class ServeConfig:
     """most prompt tokens waiting, so that a few hundred long prompts do not make a queue of hours; beyond it 429 as
     well. A request that waits alone may be of any length"""
     max_queue_seconds: float | None = _limit(None, seconds(0.1))
-    """longest expected wait in the queue of a request that generates; beyond it 429 as well, so that an overloaded
-    server does not spend its time on requests whose clients have given up. API keys take turns, so it is measured for
-    each of them, by the time that requests took to leave the queue lately. Two requests may always wait. Default: no
-    bound but the number of requests and tokens"""
+    """longest wait in the queue of a request that generates; beyond it 429 as well, so that an overloaded server spends
+    no time on requests whose clients have given up. One that is expected to wait more than three quarters of it is
+    refused at once, by the tokens that wait of its API key, as keys take turns, and by those that left the queue lately
+    (two requests may always wait); one whose turn has not come, then; one that has begun, never. The headers of a
+    stream are sent with its turn. Default: no bound but the number of requests and tokens"""
     priority_ageing: float = _limit(30.0, seconds(0.001))
     """seconds of waiting after which a request moves up one level of `priority`, up to the most urgent that anybody
     waits in; so no priority starves. Shorter: priorities mean less under load"""

@@ -16,6 +16,7 @@ RouterError
     ├── Forbidden          403: the key is valid but not an operator's
     ├── TimedOut           408: the request's own deadline
     ├── Overloaded         429, with Retry-After: the queue is full
+    │   ├── QueueTimedOut      429, with Retry-After: its turn in the queue did not come in time
     │   └── RateLimited        429, with Retry-After: the API key has reached a limit
     ├── ClientGone         499: the client has disconnected; only logged
     │   └── SlowReader     the client is connected but does not read
@@ -157,6 +158,10 @@ class Overloaded(ApiError):
         super().__init__(message, code=self.error_code)
         self.retry_seconds = max(0.0, retry_after)
         self.headers = {"Retry-After": str(max(1, math.ceil(retry_after)))}
+
+
+class QueueTimedOut(Overloaded):
+    error_code = "queue_timeout"
 
 
 class RateLimited(Overloaded):

@@ -101,8 +101,8 @@ _WHOLE_SECONDS = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 1
 _TOKENS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 13, 17)
 _DRAFTS = (0, 1, 2, 3, 4, 5, 6, 7, 8, 12, 16)
 
-OUTCOMES = ("eos", "stop", "length", "embedded", "cancelled", "deadline", "error")
-"""How an admitted request ended: label `outcome` of `requests_total`."""
+OUTCOMES = ("eos", "stop", "length", "embedded", "cancelled", "deadline", "queue_timeout", "error")
+"""How a queued request ended: label `outcome` of `requests_total`."""
 
 SOURCES = ("masks", "lookup", "prediction", "grammar", "head", "model", "mtp", "eagle")
 """Source of a draft: label `source` of `drafted_tokens_by_source_total` and `accepted_tokens_by_source_total`."""
@@ -120,7 +120,7 @@ REASONS = (
     "draining",
     "too_many_connections",
 )
-"""Why a request was refused before it was queued: label `reason` of `rejected_total`."""
+"""Why a request was refused, before it was queued or while it waited: label `reason` of `rejected_total`."""
 
 
 class Metrics:
@@ -207,7 +207,9 @@ class Metrics:
         self.queue_seconds = histogram("queue_seconds", "From submission to the first admission", _WAIT_SECONDS)
         self.requests = gauge("requests", "Requests in the router now", beside, state=("queued", "running"))
         self.requests_total = counter("requests_total", "Requests that were queued and have ended", outcome=OUTCOMES)
-        self.rejected_total = counter("rejected_total", "Requests refused before they were queued", reason=REASONS)
+        self.rejected_total = counter(
+            "rejected_total", "Requests refused before anything of them was computed", reason=REASONS
+        )
         self.slow_readers_cut_total = counter(
             "slow_readers_cut_total", "Connections cut because their client left what was sent unread"
         )

@@ -361,7 +361,12 @@ class Overload:
         async def client(tenant: int) -> None:
             while True:
                 made.append(Arrival(clock() - begun, tenant, source.choice(kinds)))
-                await self._ask(made[-1], begun)
+                try:
+                    await self._ask(made[-1], begun)
+                except LoadError as error:  # one that waited too long
+                    if error.retry_after is None:
+                        raise
+                    await asyncio.sleep(error.retry_after)
 
         clients = [asyncio.create_task(client(n % len(self._endpoints))) for n in range(self._options.seats * 3 // 2)]
         try:

@@ -107,6 +107,7 @@ class Experiment:
     link: float = 0.0002  # seconds from router to worker, and back
     max_prefill_rows: int = 512
     max_queue: int = 256
+    max_queue_seconds: float | None = None
     deaths: tuple[tuple[float, int, float], ...] = ()  # when, which worker, seconds until the next one is there
     seed: int = 1
 
@@ -124,7 +125,18 @@ class Experiment:
 class SimulatedAnswer:
     """What the client of one choice has seen."""
 
-    __slots__ = ("begun", "first", "last", "longest_gap", "num_finishes", "num_tokens", "on_end", "outcome", "request")
+    __slots__ = (
+        "begun",
+        "first",
+        "last",
+        "longest_gap",
+        "num_finishes",
+        "num_tokens",
+        "on_end",
+        "outcome",
+        "queue_seconds",
+        "request",
+    )
 
     def __init__(self, request: ClientRequest, begun: float, on_end: Callable[[], object] | None) -> None:
         self.request, self.begun, self.on_end = request, begun, on_end
@@ -132,6 +144,7 @@ class SimulatedAnswer:
         self.longest_gap = 0.0  # seconds
         self.num_tokens = 0
         self.num_finishes = 0
+        self.queue_seconds = 0.0
         self.outcome: str | None = None
 
 
@@ -155,7 +168,11 @@ class Simulation:
             self._new_worker,
             self._on_report,
             num_workers=experiment.num_workers,
-            config=ServeConfig(max_queue=experiment.max_queue, max_prefill_rows=experiment.max_prefill_rows),
+            config=ServeConfig(
+                max_queue=experiment.max_queue,
+                max_queue_seconds=experiment.max_queue_seconds,
+                max_prefill_rows=experiment.max_prefill_rows,
+            ),
             link=experiment.link,
         )
 
@@ -246,6 +263,7 @@ class Simulation:
 
     def _submit(self, request: ClientRequest, on_end: Callable[[], object] | None) -> None:
         first: Stream | None = None
+        streams = []
         for choice in range(request.num_choices):
             self._library.write(request.number, choice, request.num_output)
             answer = SimulatedAnswer(
@@ -259,7 +277,9 @@ class Simulation:
                 self.ended.append(answer)
                 continue
             first = first or stream
+            streams.append(stream)
             self.open[stream] = answer
+        self.cluster.engine.bound_wait(streams)
 
     # What the engine delivers.
 
@@ -309,6 +329,7 @@ class Simulation:
         answer.outcome = outcome
         statistics = stream.statistics
         if statistics.queue_seconds is not None:
+            answer.queue_seconds = statistics.queue_seconds
             self._totals.update(prompt=statistics.num_prompt, cached=statistics.num_cached)
         self.ended.append(answer)
         if answer.on_end is not None:

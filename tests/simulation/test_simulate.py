@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
+from collections import Counter
 from dataclasses import asdict, replace
 
 import pytest
@@ -81,6 +82,31 @@ def test_a_queue_that_is_full_refuses() -> None:
     simulation.check()
     assert summary.outcomes["refused"] > 0
     assert summary.num_requests == sum(summary.outcomes.values())
+
+
+def test_ten_times_the_load_keeps_waits_within_the_bound_the_tail_near_the_median_and_keys_equal() -> None:
+    workload = Workload(
+        Poisson(200.0), prompt_tokens=Uniform(4, 40), output_tokens=(2, 12, 3, 16, 2, 14),
+        keys=Weighted(("a", "b", "c", "d"), (1.0, 2.0, 4.0, 8.0)),
+    )  # fmt: skip
+    simulation = Simulation(
+        experiment(
+            machine=RidgeMachine(0.016, 0.0012), workload=workload, seconds=10.0, jitter=0.5, max_queue=32,
+            max_queue_seconds=2.0, worker=WorkerSetup(max_sequences=8, speculation="off"),
+        )
+    )  # fmt: skip
+    simulation.run()
+    simulation.check()
+    assert max(one.queue_seconds for one in simulation.ended) <= 2.0
+    first = percentiles([one.first - one.begun for one in simulation.ended if one.num_tokens and one.begun > 2.0])
+    assert first["p99"] <= 2.0 * first["p50"]
+    served = Counter[str]()
+    for one in simulation.ended:
+        if one.outcome == "finished" and one.begun > 1.0:
+            served[one.request.key] += one.num_tokens + len(one.request.prompt_ids)
+    assert max(served.values()) <= 1.1 * min(served.values()), served
+    late = sum(one.outcome == "error" for one in simulation.ended)
+    assert 0 < late <= 0.1 * sum(one.outcome == "finished" for one in simulation.ended)
 
 
 # ---------------------------------------------------------------------------------------------------- repeatable

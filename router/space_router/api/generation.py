@@ -16,6 +16,7 @@ from space_router.api.request_builder import GenerationPlan, PlannedChoice
 from space_router.engine import errors as engine_errors
 from space_router.engine.engine import Engine
 from space_router.engine.request.request import RequestTrace, Statistics, Stream, TokenLogprobs
+from space_router.engine.request.request_state import Timer
 from space_router.http_server.responses import ANTHROPIC_PATHS
 from space_router.metrics import Metrics
 from space_router.text.text_stream import FinishReason, TextDelta, TextStatistics, TextStream, TextToken
@@ -36,6 +37,8 @@ def translate(error: engine_errors.EngineError, param: str = "prompt", limit: st
             return errors.TooManyTokens(str(error), num_prompt=error.num_prompt, limit=error.num_slots, param=param)
         case engine_errors.QueueFull():
             return errors.Overloaded(str(error), retry_after=error.retry_after)
+        case engine_errors.QueueTimeout():
+            return errors.QueueTimedOut(str(error), retry_after=error.retry_after)
         case engine_errors.Draining():
             return errors.Unavailable("The server is stopping and takes no new work.", reason="draining")
         case engine_errors.NotReady():
@@ -118,6 +121,7 @@ class Generation:
         self._tasks: list[asyncio.Task[None]] = []
         self.since = time.monotonic()  # when the request was validated
         self._outcome = "cancelled"  # outcome of choices that have not finished
+        self._wait_bound: Timer | None = None  # ends a request that waits too long for its turn
 
     @property
     def device(self) -> str:
@@ -153,12 +157,15 @@ class Generation:
                 text = TextStream(self._tokenizer, choice.prompt.ids, choice.rules)
                 self.choices.append(ChoiceState(choice, stream, text, scope))
             undo.pop_all()
+        self._wait_bound = self._engine.bound_wait([progress.stream for progress in self.choices])
         self._charge(sum(len(prompt.ids) for prompt in self.plan.prompts), 0, 0)
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        if self._wait_bound is not None:
+            self._wait_bound.cancel()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -186,6 +193,21 @@ class Generation:
         """Record that the client's deadline passed: unfinished choices count as `deadline`, not as `cancelled`."""
         self._outcome = "deadline"
 
+    async def begun(self) -> None:
+        """Wait until a choice is admitted to a worker, where the wait is bounded: a stream has no status before, so a
+        request whose turn does not come is refused by its status. Raises ApiError."""
+        if self._wait_bound is None:
+            return
+        waits = [asyncio.ensure_future(progress.stream.begun.wait()) for progress in self.choices]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+            await asyncio.gather(*waits, return_exceptions=True)
+        if error := next((one.stream.error for one in self.choices if one.stream.error is not None), None):
+            raise self._failure(error) from error
+
     async def steps(self) -> AsyncIterator[Step]:
         """Yield the deltas of all choices that became ready together. Raises ApiError."""
         try:
@@ -196,12 +218,22 @@ class Generation:
                 async for step in self._merge():
                     yield step
         except engine_errors.EngineError as error:
-            self._outcome = "deadline" if isinstance(error, engine_errors.DeadlineExceeded) else "error"
-            if isinstance(error, engine_errors.RequestCancelled):
+            raise self._failure(error) from error
+
+    def _failure(self, error: engine_errors.EngineError) -> errors.ApiError:
+        """Record the outcome of the choices that an error has ended, and return the error for the client."""
+        match error:
+            case engine_errors.DeadlineExceeded():
+                self._outcome = "deadline"
+            case engine_errors.QueueTimeout():
+                self._outcome = "queue_timeout"
+            case engine_errors.RequestCancelled():
                 self._outcome = "cancelled"
-            refusal = translate(error)
-            refusal.request_id = self.plan.request_id
-            raise refusal from error
+            case _:
+                self._outcome = "error"
+        refusal = translate(error)
+        refusal.request_id = self.plan.request_id
+        return refusal
 
     async def whole(self) -> list[CompletedChoice]:
         """Run every choice to its end."""

@@ -165,6 +165,7 @@ class Service:
         async with AsyncExitStack() as stack:
             running = await stack.enter_async_context(self.run(reply.plan))
             if stream:
+                await while_connected(request.receive, running.begun())
                 headers = start_headers(request, running)
                 return EventStream(reply.events(running), stack.pop_all(), headers, reply.plan.request_id)
             made = await while_connected(request.receive, reply.whole(running))

@@ -19,6 +19,7 @@ from space_router.engine.errors import (
     LoraRefused,
     NotReady,
     QueueFull,
+    QueueTimeout,
     RequestCancelled,
     RequestFailed,
     WorkerFailed,
@@ -37,7 +38,14 @@ from space_router.engine.queueing.encoding_queue import EncodingQueue
 from space_router.engine.queueing.queue import RequestQueue
 from space_router.engine.request.encoding import Encoding, EncodingText
 from space_router.engine.request.request import ServedLora, Stream, ValidRequest
-from space_router.engine.request.request_state import CallLater, Phase, RequestState, SequenceUpdate, call_later_on_loop
+from space_router.engine.request.request_state import (
+    CallLater,
+    Phase,
+    RequestState,
+    SequenceUpdate,
+    Timer,
+    call_later_on_loop,
+)
 from space_router.engine.request.worker_messages import WorkerModelFacts
 from space_router.engine.scheduler import Scheduler
 from space_router.engine.workers.crash_quarantine import CrashQuarantine
@@ -196,7 +204,7 @@ class Engine:
             first.followers.append(live)
         self._schedule()
         is_bound = leader is None and live in self._queue  # the bound counts a prompt's choices once
-        if is_bound and (full := self._queue.overfull(request.key, live.submitted)) is not None:
+        if is_bound and (full := self._queue.overfull(live, live.submitted)) is not None:
             self._queue.remove(live)
             self._forget(live)
             raise full
@@ -205,6 +213,25 @@ class Engine:
             live.deadline = self._call_later(request.deadline, lambda: self._end(live, too_late))
         self._flush()
         return stream
+
+    def bound_wait(self, streams: Sequence[Stream]) -> Timer | None:
+        """End the streams of one client's request with QueueTimeout if `max_queue_seconds` from now none has begun.
+
+        None: nothing bounds their wait, or one has begun already. A request that has begun is never ended by this.
+        """
+        seconds = self.config.max_queue_seconds
+        if seconds is None or any(stream.begun.is_set() for stream in streams):
+            return None
+
+        def end_late() -> None:
+            if all(stream.statistics.queue_seconds is None for stream in streams):
+                error = QueueTimeout(seconds, retry_after=self._queue.retry_after)
+                for live in [self._open[stream] for stream in streams if stream in self._open]:
+                    self._terminate(live, error)
+                self._schedule()
+                self._flush()
+
+        return self._call_later(seconds, end_late)
 
     def full(self, key: str) -> QueueFull | None:
         """Return the error for a new request of `key` that would find no room in the queue; None if it may wait."""
@@ -441,6 +468,8 @@ class Engine:
                 self._terminate(live, decision.error)
             elif live.statistics.queue_seconds is None:
                 live.statistics.queue_seconds = now - live.submitted
+                if live.stream is not None:
+                    live.stream.begun.set()
                 live.statistics.num_cached = decision.num_cached
                 self._engine_metrics.admitted(live)
 

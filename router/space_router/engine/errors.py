@@ -9,6 +9,7 @@ EngineError
 │   └── Draining            the router is stopping
 ├── Broken                  raised by the stream's iterator
 │   ├── WorkerFailed        this request crashed workers, or no worker can be started any more
+│   ├── QueueTimeout        its turn did not come within the longest wait: retry later
 │   ├── DeadlineExceeded    the request's deadline has passed or cannot be met (then also raised by Engine.submit)
 │   ├── RequestFailed       this request alone failed in the worker
 │   └── RequestCancelled    cancelled by its id, or its stream was left
@@ -107,6 +108,16 @@ class DeadlineExceeded(Broken):
         super().__init__(message)
         self.seconds = seconds
         self.least = least
+
+
+class QueueTimeout(Broken):
+    def __init__(self, seconds: float, *, retry_after: float) -> None:
+        """`seconds`: the longest wait."""
+        super().__init__(
+            f"The request waited {seconds:g} s, as long as this server lets one wait, and its turn did not come. "
+            f"Nothing of it was computed. Try again in about {retry_after:.0f} s."
+        )
+        self.retry_after = retry_after  # seconds
 
 
 class RequestFailed(Broken):

@@ -203,6 +203,33 @@ async def test_every_choice_counts_for_a_full_queue(start: Start) -> None:
         assert router.value("spaceserve_rejected_total", reason="queue_full") == 1
 
 
+async def test_a_turn_that_does_not_come_in_time_is_a_429_also_for_streams_and_then_nothing_is_held(
+    start: Start,
+) -> None:
+    config = ServeConfig(max_queue_seconds=0.1)
+    async with start("yes", config=config, max_sequences=1, step_seconds=0.01) as router:
+        body = {"prompt": "x", "max_tokens": 400, "ignore_eos": True}
+        running = asyncio.create_task(router.post("/v1/completions", **body))
+        await router.until(lambda load: load.num_running == 1)
+        for path, more in (
+            ("/v1/completions", {"prompt": "y"}),
+            ("/v1/completions", {"prompt": ["y", "z"], "stream": True}),
+            ("/v1/chat/completions", {"messages": [{"role": "user", "content": "y"}], "stream": True}),
+        ):
+            late = await router.post(path, max_tokens=2, **more)
+            assert (late.status_code, late.json()["error"]["code"]) == (429, "queue_timeout"), late.text
+            assert int(late.headers["retry-after"]) >= 1
+        late = await router.post("/generate_stream", inputs="y")
+        assert (late.status_code, late.json()["error_type"]) == (429, "overloaded")
+        await router.until(lambda load: load.num_running == 1 and not load.num_queued)
+        assert router.value("spaceserve_requests_total", outcome="queue_timeout") == 5
+        assert router.value("spaceserve_rejected_total", reason="queue_full") == 4
+        waits = asyncio.create_task(router.events("/v1/completions", prompt="y", max_tokens=2))
+        await router.until(lambda load: load.num_queued == 1)
+        running.cancel()
+        assert (await waits)[-1]["choices"][0]["finish_reason"], "a stream begins with its turn"
+
+
 @pytest.mark.parametrize(
     ("path", "prompt", "limit"),
     [

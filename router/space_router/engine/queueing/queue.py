@@ -80,6 +80,8 @@ AGEING_SECONDS = 30.0
 ANSWER_WITHOUT_EXPERIENCE = 128.0  # tokens
 MIN_GAPS = 8  # admissions measured before the bound on seconds holds
 MIN_WAITING = 2  # requests that may wait however slow the last ones were; while so many wait, the speed is measured
+EXPECTED_SHARE = 0.75  # of the longest wait, which a new request may be expected to wait: often it is more in the end
+SPEED_WEIGHT = 0.95  # decay per admission of the sums from which the tokens per second are known
 SHARED_SECONDS = 10.0  # after a refusal, in which the key that was refused counts among those that share the queue
 
 
@@ -116,16 +118,17 @@ class RequestQueue:
     ) -> None:
         """`max_waiting`: requests; `ageing`: seconds of waiting per level; `max_tokens`: waiting prompt tokens.
 
-        `max_seconds`: the expected wait of a new request.
+        `max_seconds`: longest wait; a new request that is expected to wait more than EXPECTED_SHARE of it is refused.
         """
         self.max_waiting = max_waiting
         self.max_tokens = max_tokens
         self.max_seconds = max_seconds
         self.num_tokens = 0  # prompt tokens of the waiting requests
         self._ageing = ageing
-        self._waiting: set[RequestState] = set()
+        self._waiting: dict[RequestState, float] = {}  # -> tokens that its key will be charged, as far as known
         self._num_of = Counter[str]()  # waiting requests by key
         self._tokens_of = Counter[str]()  # waiting prompt tokens by key
+        self._charges_of: dict[str, float] = {}  # expected charges of the waiting requests by key, tokens
         self._refused: dict[str, float] = {}  # keys that had less than their share -> when last; the latest at the end
         self._now = -math.inf  # latest known time
         self._priorities: Counter[int] = Counter()  # of the requests in the order
@@ -140,6 +143,8 @@ class RequestQueue:
         self._seconds_per_request = SECONDS_WITHOUT_EXPERIENCE
         self._num_gaps = 0  # measured between two admissions
         self._last_admission: float | None = None
+        self._last_charge = 0.0  # tokens of the last admission, as expected while it waited
+        self._admitted_tokens = self._admitted_seconds = 0.0  # decayed sums over the same gaps
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -149,7 +154,8 @@ class RequestQueue:
 
     def push(self, live: RequestState, *, parked: bool = False) -> None:
         """Add a request. The bounds are not checked here; see `overfull`."""
-        self._waiting.add(live)
+        charge = self._waiting[live] = live.num_prompt + self._expected_charge(live)
+        self._charges_of[live.request.key] = self._charges_of.get(live.request.key, 0.0) + charge
         self.num_tokens += live.num_prompt
         self._num_of[live.request.key] += 1
         self._tokens_of[live.request.key] += live.num_prompt
@@ -206,29 +212,33 @@ class RequestQueue:
         """Remove a request; no effect if it does not wait here."""
         if live in self._waiting:
             self._leave_order(live)
-            self._waiting.remove(live)
+            self._charges_of[live.request.key] -= self._waiting.pop(live)
             self.num_tokens -= live.num_prompt
             self._num_of[live.request.key] -= 1
             self._tokens_of[live.request.key] -= live.num_prompt
             if not self._num_of[live.request.key]:
                 del self._num_of[live.request.key], self._tokens_of[live.request.key]
+                del self._charges_of[live.request.key]
 
     def admitted(self, live: RequestState, now: float, num_prefill: int = 0) -> None:
         """Remove a request that goes to a worker, and charge its key.
 
         `num_prefill`: prompt ids to compute; `now`: seconds, from which the queue's speed is estimated.
         """
+        expected = self._waiting.get(live, 0.0)
         self.remove(live)
         if live.num_charged is None:
             tenant = self._tenant_of(live)
-            answer = self.expected_answer(live)
-            live.num_charged = num_prefill + live.request.charge(answer, answer / (live.request.num_forced_drafts + 1))
+            live.num_charged = num_prefill + self._expected_charge(live)
             self._clock = tenant.finish = max(self._clock, tenant.finish)
             self._charge(tenant, live.num_charged)
         if self._last_admission is not None:
             self._seconds_per_request += 0.1 * (now - self._last_admission - self._seconds_per_request)
             self._num_gaps += 1
+            self._admitted_tokens = SPEED_WEIGHT * self._admitted_tokens + self._last_charge
+            self._admitted_seconds = SPEED_WEIGHT * self._admitted_seconds + now - self._last_admission
         self._last_admission = now if self._waiting else None  # time with an empty queue is not waiting time
+        self._last_charge = expected
 
     def ended(self, live: RequestState) -> None:
         """Correct the charge of an ended request's key to the tokens it really used."""
@@ -245,15 +255,32 @@ class RequestQueue:
         """Return the expected output tokens of a request: the average of others, within its own bounds."""
         return min(max(self._answer, live.least_left), live.max_tokens)
 
-    def overfull(self, key: str, now: float) -> QueueFull | None:
-        """Return the error for the last request of `key` if more waits than allowed; None otherwise.
+    def _expected_charge(self, live: RequestState) -> float:
+        """Return the tokens that its key is charged for the expected answer."""
+        answer = self.expected_answer(live)
+        return live.request.charge(answer, answer / (live.request.num_forced_drafts + 1))
+
+    def expected_wait(self, key: str, charges: float) -> float:
+        """Return the seconds until a request of this key is served, if it waits behind `charges` tokens of its own key.
+
+        Keys take turns: meanwhile each other key that waits is served as many tokens, with requests that come later.
+        """
+        tenant = self._tenants.get(key)
+        tokens = charges if tenant is None else charges + max(0.0, tenant.finish - self._clock)
+        num_keys = len({key, *self._num_of})
+        return tokens * num_keys * self._admitted_seconds / self._admitted_tokens if self._admitted_tokens else 0.0
+
+    def overfull(self, live: RequestState, now: float) -> QueueFull | None:
+        """Return the error for the request that was pushed last if more waits than allowed; None otherwise.
 
         A single request may be of any length. `now`: seconds on the clock of the arrivals.
         """
+        key = live.request.key
         if len(self) > self.max_waiting or (self.num_tokens > self.max_tokens and len(self) > 1):
             return self._refuse(key, now, self._num_of[key] - 1)
-        number = self._num_of[key]
-        return self._over_share(key, now, number) or self._too_late(key, number, len(self) - 1)
+        if over_share := self._over_share(key, now, self._num_of[key]):
+            return over_share
+        return self._too_late(key, len(self) - 1, self._charges_of[key] - self._waiting[live])
 
     def refusal(self, key: str, now: float) -> QueueFull | None:
         """Return the error for a new request that would have to wait; None if it may wait or may not have to."""
@@ -261,8 +288,9 @@ class RequestQueue:
             return None
         if len(self) >= self.max_waiting or self.num_tokens >= self.max_tokens:
             return self._refuse(key, now, self._num_of[key])
-        number = self._num_of[key] + 1
-        return self._over_share(key, now, number) or self._too_late(key, number, len(self))
+        if over_share := self._over_share(key, now, self._num_of[key] + 1):
+            return over_share
+        return self._too_late(key, len(self), self._charges_of.get(key, 0.0))
 
     def _forget_refusals(self, now: float) -> None:
         while self._refused and next(iter(self._refused.values())) < now - SHARED_SECONDS:
@@ -282,20 +310,19 @@ class RequestQueue:
         if number <= num_most and (number == 1 or self._tokens_of[key] <= most_tokens):
             return None
         waiting = f"{self._num_of[key]} prompts and choices of this API key, with {self._tokens_of[key]} prompt tokens,"
-        return QueueFull(waiting, f"{num_most} of each key while others are refused", retry_after=self._seconds())
+        return QueueFull(waiting, f"{num_most} of each key while others are refused", retry_after=self.retry_after)
 
-    def _too_late(self, key: str, number: int, num_before: int) -> QueueFull | None:
-        """Return the error for the last of a key's `number` requests if it would wait too long.
+    def _too_late(self, key: str, num_before: int, charges: float) -> QueueFull | None:
+        """Return the error for a request that is expected to wait too long.
 
-        Keys take turns: while the requests of this one leave the queue, as many leave it of each other key that waits.
-        `num_before`: requests that wait without it.
+        `num_before`: requests that wait without it; `charges`: tokens of those of its own key.
         """
         if self.max_seconds == math.inf or self._num_gaps < MIN_GAPS or num_before < MIN_WAITING:
             return None
-        seconds = number * len({key, *self._num_of}) * self._seconds_per_request
-        if seconds <= self.max_seconds:
+        seconds, most = self.expected_wait(key, charges), EXPECTED_SHARE * self.max_seconds
+        if seconds <= most:
             return None
-        retry_after = max(1.0, min(MAX_RETRY_AFTER, seconds - self.max_seconds))
+        retry_after = max(1.0, min(MAX_RETRY_AFTER, seconds - most))
         waiting = f"{len(self._waiting)} prompts and choices of requests"
         return QueueFull(waiting, f"what begins within {self.max_seconds:g} s", retry_after=retry_after)
 
@@ -308,15 +335,17 @@ class RequestQueue:
             self._refused[key] = now
         return self.full()
 
-    def _seconds(self) -> float:
+    @property
+    def retry_after(self) -> float:
+        """Seconds in which what waits now leaves the queue, about."""
         return max(1.0, min(MAX_RETRY_AFTER, len(self._waiting) * self._seconds_per_request))
 
     def full(self) -> QueueFull:
         """Return the error for a request that finds no room, with an estimated delay to retry after."""
         if len(self._waiting) < self.max_waiting:
-            return QueueFull(f"{self.num_tokens} prompt tokens", f"{self.max_tokens:.0f}", retry_after=self._seconds())
+            return QueueFull(f"{self.num_tokens} prompt tokens", f"{self.max_tokens:.0f}", retry_after=self.retry_after)
         waiting = f"{len(self._waiting)} prompts and choices of requests"
-        return QueueFull(waiting, f"{self.max_waiting}", retry_after=self._seconds())
+        return QueueFull(waiting, f"{self.max_waiting}", retry_after=self.retry_after)
 
     def _tenant_of(self, live: RequestState) -> TenantQueue:
         return self._returning if live.num_charged is not None else self._tenant_of_key(live.request.key)

@@ -276,6 +276,7 @@ class Stream:
         self.lagging = False  # the reader is so far behind that the request gets no more pages
         self._ended = False
         self.error: EngineError | None = None  # raised after the last delta
+        self.begun = asyncio.Event()  # set once the request is admitted to a worker, or has ended
         self._waiter: asyncio.Future[None] | None = None
 
     async def __aenter__(self) -> Stream:
@@ -336,6 +337,7 @@ class Stream:
             return
         self._ended = True
         self.error = error
+        self.begun.set()
         self._wake()
 
     def _wake(self) -> None:
