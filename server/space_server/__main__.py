@@ -20,6 +20,17 @@ if __name__ == "__main__":
     for _number in (signal.SIGTERM, signal.SIGINT):  # until torch and transformers are imported: no traceback
         signal.signal(_number, lambda number, frame: os._exit(0))
 
+from space_common.process import drop_unwritable_output
+from space_common.worker.settings import WorkerSettings
+
+if __name__ == "__main__":
+    try:  # torch is not imported for --help, nor for flags that are refused
+        WorkerSettings.parse(sys.argv[1:])
+    except SystemExit as end:
+        exit_status = int(end.code or 0)
+        drop_unwritable_output()
+        raise
+
 from space_server.machine.threads import sleep_soon
 
 if __name__ == "__main__":
@@ -53,7 +64,7 @@ from space_common.event_loop import loop_factory
 from space_common.grpc_calls import stop_server
 from space_common.hub import Hub
 from space_common.nvml import Nvml
-from space_common.process import collect_seldom, drop_unwritable_output, log_to_stderr, report_error
+from space_common.process import collect_seldom, log_to_stderr, report_error
 from space_common.tracing import exporting
 from space_common.worker.settings import Steps, StepsHere, WorkerSettings
 from space_kernels.build import cpu_library

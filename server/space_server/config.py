@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, MutableMapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,10 +13,7 @@ from space_common import default_model
 from space_common.default_model import DEFAULT_BASE
 from space_common.hub import Hub, HubError, is_hub_id
 from space_common.visible_gpus import VISIBLE
-from space_common.worker.choices import ASKED_WEIGHTS, KV_DTYPES
 from space_common.worker.settings import WorkerSettings
-from space_kernels.attention_backends import ATTENTION_NAMES
-from space_kernels.build import cpu_library
 from space_model.checkpoint.checkpoint import Checkpoint
 from space_model.draft_networks import mtp
 from space_model.draft_networks.eagle_files import EagleFiles
@@ -25,17 +22,7 @@ from space_model.released_adapters import AdapterFormat, split_place
 
 from space_server.tensor_parallel import RankPlace
 
-CHOICES = {
-    "weights": ASKED_WEIGHTS,
-    "kv_dtype": KV_DTYPES,
-    "attention": ATTENTION_NAMES,
-    "cpu_kernels": cpu_library.CHOICES,
-}
-
-
-def parse(arguments: Sequence[str]) -> WorkerSettings:
-    """Parse the command line. Exits with status 2 and one line if it is invalid."""
-    return WorkerSettings.parse(arguments, CHOICES)
+parse = WorkerSettings.parse
 
 
 class ModelSource:

@@ -8,7 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from space_common.worker import choices
 from space_common.worker.client import GrpcWorker, WorkerClient
+from space_kernels.attention_backends import ATTENTION_NAMES
+from space_kernels.build import cpu_library
 from space_model.model_error import ModelError
 from space_router.config import ServeConfig
 from space_router.engine.workers.supervisor import worker_command
@@ -124,6 +127,21 @@ def test_flags_that_are_refused_end_with_2_and_help_with_0() -> None:
         )
         assert done.returncode == status
         assert "usage:" in (done.stderr if status else done.stdout)
+
+
+def test_flags_are_read_without_torch() -> None:
+    code = "import sys; from space_common.worker.settings import WorkerSettings as one; one.parse(sys.argv[1:])"
+    words = ["--listen", "unix:/w", "--attention", "triton", "--cpu-kernels", "avx2"]
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", f"{code}; print('torch' in sys.modules)", *words],
+        capture_output=True, text=True, env=ENVIRONMENT, check=True,
+    )  # fmt: skip
+    assert done.stdout == "False\n"
+
+
+def test_their_values_are_those_of_the_kernels() -> None:
+    assert choices.ATTENTION == ATTENTION_NAMES
+    assert choices.CPU_KERNELS == cpu_library.CHOICES
 
 
 @pytest.mark.e2e

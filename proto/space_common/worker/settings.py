@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
@@ -17,6 +17,7 @@ from typing import Any, Literal
 from space_common import default_model
 from space_common.certificate import CertificateError, CertificateFiles
 from space_common.tracing import TracingUnavailable, check_tracing
+from space_common.worker.choices import OF_WORKER
 from space_common.worker.secret import SecretError, SecretFile, is_local
 
 LARGEST_BLOCK = 256  # largest block size in slots; FlashAttention 2 needs it
@@ -420,18 +421,15 @@ class WorkerSettings:
         )
 
     @classmethod
-    def parse(cls, arguments: Sequence[str], choices: Mapping[str, Iterable[str]]) -> WorkerSettings:
-        """Parse a command line. Exits with status 2 and one line if it is invalid.
-
-        `choices`: of settings whose values are defined elsewhere, by field name.
-        """
+    def parse(cls, arguments: Sequence[str]) -> WorkerSettings:
+        """Parse a command line. Exits with status 2 and one line if it is invalid."""
         parser = argparse.ArgumentParser(
             prog="python -m space_server", description="The worker: steps a model on pages."
         )
         for each in worker_flags():
             spec = {name: value for name, value in each.metadata.items() if name not in ("parse", "none")}
-            if each.name in choices:
-                spec["choices"] = choices[each.name]
+            if each.name in OF_WORKER:
+                spec["choices"] = OF_WORKER[each.name]
             parser.add_argument(_name(each), type=_argument(each.metadata["parse"]), **spec)
         options = vars(parser.parse_args(arguments))
         for each in worker_flags():

@@ -196,7 +196,7 @@ class ThreadWorker:
                     raise RuntimeError("out of memory")
                 return super().step(report)
 
-        settings = WorkerSettings.parse([*flags, "--listen", "unix:/w"], {})
+        settings = WorkerSettings.parse([*flags, "--listen", "unix:/w"])
         drafts = 0 if settings.speculation == "off" else 5
         self._worker = Mortal(
             self.model,
