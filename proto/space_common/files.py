@@ -14,6 +14,18 @@ def sha256_of(file: Path) -> str:
     return _digest(file.resolve(), stat.st_size, stat.st_mtime_ns)
 
 
+def api_key_in(file: Path) -> str:
+    """Return the key in the file that --api-key-file names, its first word: a key in a flag would be visible to other
+    processes. Raises ValueError."""
+    try:
+        key = file.expanduser().read_text(encoding="utf-8-sig").split()[0]
+    except (OSError, IndexError, UnicodeError):
+        raise ValueError(f"--api-key-file {file}: there is no key in it.") from None
+    if key.startswith("sha256:"):
+        raise ValueError(f"--api-key-file {file}: it has a key's digest, not the key. Give a file with the key itself.")
+    return key
+
+
 @functools.lru_cache
 def _digest(file: Path, num_bytes: int, changed: int) -> str:
     with file.open("rb") as stream:

@@ -2,14 +2,15 @@
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from space_common.process import exit_on_sigterm, sleep_soon
 from space_model.model_error import ModelError
 
 from space_eval.acceptance.options import add_acceptance, add_drafts, add_equivalence, add_speed
-from space_eval.bench.server_process import exit_on_sigterm
 from space_eval.flags import EvalError, check_out
 from space_eval.paper.options import add_paper
 from space_eval.quality.options import add_quality
@@ -89,5 +90,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    sleep_soon(os.environ)  # before torch loads OpenMP
     exit_on_sigterm()
     sys.exit(main())

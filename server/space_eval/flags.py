@@ -9,6 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from space_common.files import api_key_in
+
 
 class EvalError(ValueError):
     """`spaceserve eval` prints it and exits with status 2; it names the place, the value and the cure."""
@@ -58,6 +60,14 @@ def number_in(low: float, high: float, what: str = "a number") -> Callable[[str]
 def given(options: argparse.Namespace, *names: str) -> dict[str, Any]:
     """Return some flags by name, as keyword arguments."""
     return {name: getattr(options, name) for name in names}
+
+
+def read_api_key(file: Path | None) -> str | None:
+    """Return the API key in a file. Raises FlagError."""
+    try:
+        return None if file is None else api_key_in(file)
+    except ValueError as error:
+        raise FlagError(str(error)) from None
 
 
 def check_out(out: Path) -> None:

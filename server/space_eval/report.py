@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-import datetime
 import json
 import math
 import os
 import platform
 import random
 import statistics
-import subprocess
+import sys
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from space_common.version import version
+from space_common.version import environment
 
 from space_eval.flags import JournalError
+from space_eval.plots import PlotError
 
+Drawn = TypeVar("Drawn")
 NUM_RESAMPLES = 4000  # enough that another seed moves the bounds by less than 1 % of their distance
 
 
@@ -29,45 +30,38 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 
 def bootstrap(
-    values: Sequence[float],
+    values: Sequence[Drawn],
     groups: Sequence[Hashable] = (),
     *,
+    statistic: Callable[[Sequence[Drawn]], float] = statistics.median,  # type: ignore[assignment]
     share: float = 0.95,
     num_resamples: int = NUM_RESAMPLES,
     seed: int = 0,
 ) -> tuple[float, float]:
-    """Return bounds that contain the median of `share` of the resamples of `values` with replacement.
+    """Return bounds that contain the statistic of `share` of the resamples of `values` with replacement; nan for none.
 
     The percentile bootstrap (Efron 1979): each resample has as many values as `values`; the remaining share is split
     evenly below and above the bounds. `groups`: the group of each value; values of a group are correlated, so groups
     are drawn first, and then as many values of each as it has.
     """
     source = random.Random(seed)
-    grouped: dict[Hashable, list[float]] = {}
+    grouped: dict[Hashable, list[Drawn]] = {}
     for value, group in zip(values, groups or [0] * len(values), strict=True):
         grouped.setdefault(group, []).append(value)
     kinds = list(grouped.values())
 
-    def drawn() -> list[float]:
+    def drawn() -> list[Drawn]:
         chosen = kinds if len(kinds) == 1 else source.choices(kinds, k=len(kinds))
         return [value for kind in chosen for value in source.choices(kind, k=len(kind))]
 
-    medians = [statistics.median(drawn()) for _ in range(num_resamples)]
+    found = [statistic(drawn()) for _ in range(num_resamples if kinds else 0)]
     outside = (1 - share) / 2
-    return percentile(medians, outside), percentile(medians, 1 - outside)
+    return percentile(found, outside), percentile(found, 1 - outside)
 
 
-def ratio_bounds(
-    parts: Sequence[tuple[float, float]], *, share: float = 0.95, num_resamples: int = NUM_RESAMPLES, seed: int = 0
-) -> tuple[float, float]:
-    """Return the percentile bootstrap's bounds of Σ numerators / Σ denominators over `parts`; nan for no parts."""
-    source = random.Random(seed)
-    ratios = []
-    for _ in range(num_resamples if parts else 0):
-        drawn = source.choices(parts, k=len(parts))
-        ratios.append(ratio(sum(above for above, _ in drawn), sum(below for _, below in drawn)))
-    outside = (1 - share) / 2
-    return percentile(ratios, outside), percentile(ratios, 1 - outside)
+def ratio_of_sums(parts: Sequence[tuple[float, float]]) -> float:
+    """Return Σ numerators / Σ denominators."""
+    return ratio(sum(above for above, _ in parts), sum(below for _, below in parts))
 
 
 @dataclass(frozen=True)
@@ -80,12 +74,7 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
-        return cls.without_tails(values, 0.0)
-
-    @classmethod
-    def without_tails(cls, values: Sequence[float], share: float) -> Spread:
-        """Leave `share` of the values out of the range on either side."""
-        return Spread(statistics.median(values), percentile(values, share), percentile(values, 1 - share))
+        return Spread(statistics.median(values), min(values), max(values))
 
     def shown(self, digits: int) -> str:
         return f"{self.median:.{digits}f} ({self.low:.{digits}f}–{self.high:.{digits}f})"
@@ -112,16 +101,6 @@ class Ratio(Spread):
 _OF_THE_MODEL = ("model_id", "model_sha", "model_dtype", "model_device_type", "attention", "block_size", "num_blocks")
 
 
-def environment() -> dict[str, Any]:
-    """Return date, version, commit and machine."""
-    return {
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "version": version(),
-        "commit": commit(),
-        "machine": machine(),
-    }
-
-
 def facts(info: Mapping[str, Any]) -> dict[str, Any]:
     """Return the facts of this machine and of the server's /info, `info`."""
     return {
@@ -131,33 +110,6 @@ def facts(info: Mapping[str, Any]) -> dict[str, Any]:
         "window": info.get("max_total_tokens"),
         "speculation": info.get("speculation"),
     }
-
-
-def machine() -> str:
-    """Describe processor, cores and memory."""
-    name = _field(Path("/proc/cpuinfo"), "model name") or platform.processor() or platform.machine()
-    memory = _field(Path("/proc/meminfo"), "MemTotal").split()
-    gib = f", {int(memory[0]) / 1024**2:.0f} GiB" if memory else ""
-    return f"{name}, {os.cpu_count()} cores{gib}, {platform.system()} {platform.release()}"
-
-
-def commit() -> str | None:
-    """Return the commit of this checkout, with `-dirty` if it has changes; None without a checkout."""
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
-    try:
-        made = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return made.stdout.strip() or None
-
-
-def _field(path: Path, name: str) -> str:
-    """Return the first value of `name` in a file of `name : value` lines, or ""."""
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return ""
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith(name)), "")
 
 
 Key = TypeVar("Key", bound=Hashable)
@@ -186,9 +138,6 @@ class Journal(Generic[Key]):
 
     def __getitem__(self, key: Key) -> dict[str, Any]:
         return self._lines[key]
-
-    def __len__(self) -> int:
-        return len(self._lines)
 
     @property
     def lines(self) -> list[dict[str, Any]]:
@@ -233,6 +182,11 @@ def check_settings(known: Mapping[str, Any], settings: Mapping[str, Any], where:
 Item = TypeVar("Item")
 
 
+def from_json(kind: type[Item], record: Mapping[str, Any]) -> Item:
+    """Return the dataclass that `dataclasses.asdict` and JSON made `record` of; its sequences are tuples."""
+    return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in record.items()})
+
+
 def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Return a Markdown table; nan cells become dashes."""
     lines = [f"| {' | '.join(cells)} |" for cells in [head, ["---"] * len(head), *rows]]
@@ -256,6 +210,21 @@ def write_report(folder: Path, name: str, markdown: str, record: Mapping[str, ob
     page.write_text(markdown.rstrip("\n") + "\n", encoding="utf-8")
     file.write_text(json.dumps(without_nan(record), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     return [file, page]
+
+
+def publish(
+    name: str, out: Path | None, page: str, record: Mapping[str, object], draw: Callable[[], Sequence[Path]] = tuple
+) -> None:
+    """Print the page of `spaceserve eval NAME`. With a folder `out` write it, the record and the figures there."""
+    print(page)
+    if out is None:
+        return
+    files = write_report(out, name, page, record)
+    try:
+        files += draw()
+    except PlotError as error:
+        print(f"spaceserve eval {name}: no figure: {error}", file=sys.stderr)
+    print(f"spaceserve eval {name}: wrote {', '.join(map(str, files))}", file=sys.stderr)
 
 
 def without_nan(value: Any) -> Any:

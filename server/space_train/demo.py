@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from space_common.version import commit
 from space_model.checkpoint.checkpoint import Checkpoint
 from tokenizers import Tokenizer
 
@@ -35,7 +36,7 @@ from space_train.data.rows import MixedRows, PackedExamples, PackedTokens, RowSt
 from space_train.data.train_batch import Texts
 from space_train.networks.network import NetworkShape, TrainNetwork, export, load_llama
 from space_train.networks.trainee import Trainee
-from space_train.reports import CardFacts, StageRecord, card, current_commit
+from space_train.reports import CardFacts, StageRecord, card
 from space_train.run_folder import Measures
 from space_train.self_generation.loops import LoopsToUnlearn, line_ends
 from space_train.self_generation.self_generate import own_examples, write_own_texts
@@ -310,7 +311,7 @@ class Recipe:
         figures = held_out_figures(trainee, self.held_out_texts())
         facts = CardFacts(
             command=command,
-            commit=current_commit(),
+            commit=commit() or "unknown",
             seed=options.seed,
             threads=options.threads,
             shape=self.shape,

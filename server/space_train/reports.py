@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -123,12 +122,6 @@ class CardFacts:
     stages: Sequence[StageRecord]
     final: Measures  # of the weights as shipped: loss, bits_per_byte, mask_j, head_j
     corpus: Sequence[Mapping[str, Any]]  # `corpus.json`
-
-
-def current_commit() -> str:
-    """Return the commit of the working tree, or `unknown` outside of one."""
-    found = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
-    return found.stdout.strip() or "unknown"
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -15,15 +15,11 @@ import torch
 from accelerate import PartialState
 from space_model.checkpoint import family
 from space_model.checkpoint.checkpoint import Checkpoint
-from space_model.checkpoint.quantized_formats import read_format
-from space_model.checkpoint.unused_tensors import check_found
 from space_model.free_memory import FreeMemory, is_out_of_memory
-from space_model.loading.load_progress import show_load_progress_on_terminals
-from space_model.loading.whole_model import stream_model
-from space_model.model_error import UnsupportedModel, malformed_is_unsupported
+from space_model.loading.transformers_model import read_whole_model
+from space_model.model_error import malformed_is_unsupported
 from space_model.precision import multiplies_bfloat16
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.conversion_mapping import get_model_conversion_mapping
 
 from space_train.data.decontamination import EvaluationTexts
 from space_train.data.examples import Example, pad_id
@@ -241,35 +237,9 @@ def load_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerBase:
 def load_base(checkpoint: Checkpoint, plan: TrainPlan) -> PreTrainedModel:
     """Load the model in float32 if its weights are trained or matmuls are float32; else as saved on a GPU, and in
     bfloat16 on a CPU."""
-    config = family.read_config(checkpoint)
-    dtype = torch.float32 if plan.trains_base or plan.precision != "bf16" else torch.bfloat16
-    as_saved = dtype is torch.bfloat16 and torch.cuda.is_available()
-    if checkpoint.gguf is not None:
-        made, found = stream_model(checkpoint, config, config.dtype if as_saved else dtype, _CPU, copies=True)
-        check_found(checkpoint, made, found)
-        return made
-    renames = family.key_mapping(checkpoint, config)
-    try:
-        show_load_progress_on_terminals()
-        model, found = AutoModelForCausalLM.from_pretrained(
-            str(checkpoint.folder),
-            config=config,
-            dtype="auto" if as_saved else dtype,
-            use_safetensors=True,
-            trust_remote_code=False,
-            local_files_only=True,
-            output_loading_info=True,
-            key_mapping=renames,
-            ignore_mismatched_sizes=True,
-        )
-    except (ImportError, OSError, RuntimeError, ValueError) as error:
-        raise UnsupportedModel(f"The weights of {checkpoint.name} cannot be read: {error}") from error
-    form = read_format(checkpoint.config, checkpoint.name)
-    check_found(checkpoint, model, found, () if form is None else [f".{part}" for part in form.needless])
-    loaded: PreTrainedModel = model
-    if renames is not None:  # what is trained is the text part alone, and is written with its own names
-        loaded._weight_conversions = get_model_conversion_mapping(loaded)
-    return loaded
+    if plan.trains_base or plan.precision != "bf16":
+        return read_whole_model(checkpoint, torch.float32)
+    return read_whole_model(checkpoint, None if torch.cuda.is_available() else torch.bfloat16)
 
 
 def tokenizer_size(tokenizer: PreTrainedTokenizerBase) -> int:

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping
 
 from perf import harness
-from space_eval.bench.server_process import exit_on_sigterm
+from space_common.process import exit_on_sigterm
 
 EXPERIMENTS: Mapping[str, tuple[str, str]] = {
     "faults": ("chaos.faults", "kill, stop and crash the workers under load"),

@@ -19,8 +19,8 @@ from typing import Any
 
 from doubles.tcp import tcp_connection
 from perf.harness import Report, table
-from space_eval.bench.client import Endpoint, get_json, get_text
-from space_eval.bench.server_process import ServerError, ServerProcess
+from space_common.http_client import Endpoint, get_json, get_text
+from space_common.process import ServerError, ServerProcess
 from space_eval.report import facts
 
 from chaos.harness import add_flags, raw_request
@@ -33,7 +33,7 @@ SETTLE_SECONDS = 120.0
 
 
 def run(options: argparse.Namespace) -> Report:
-    """Raises ServerError and LoadError."""
+    """Raises ServerError and HttpError."""
     shared = ["--model", options.model, *options.serve_flags]
     many = ["--max-sequences", str(options.slow + 8), "--client-buffer", "4KiB", "--num-blocks", "4096"]
     with ServerProcess([*shared, *many, "--slow-reader-timeout", "600"]) as server:

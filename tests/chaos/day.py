@@ -22,9 +22,8 @@ from typing import Any
 from doubles.tcp import tcp_connection
 from perf.harness import PerfError, Report, log, table
 from processes import ProcessFigures
-from space_common.process import module_command
-from space_eval.bench.client import Endpoint, LoadError, get_json, get_text
-from space_eval.bench.server_process import ServerProcess
+from space_common.http_client import Endpoint, HttpError, get_json, get_text
+from space_common.process import ServerProcess, module_command
 from space_eval.report import facts
 from space_kernels.build.cache_folder import cache_folder
 
@@ -71,7 +70,7 @@ class DayRecord:
 
 
 def run(options: argparse.Namespace) -> Report:
-    """Raises ServerError, LoadError, and PerfError for a day without a full cycle of events."""
+    """Raises ServerError, HttpError, and PerfError for a day without a full cycle of events."""
     if options.hours * 3600 < options.cycle:
         raise PerfError(f"{options.hours:g} hours are less than a cycle of {options.cycle:g} s: make it shorter.")
     with ExitStack() as stack:
@@ -262,7 +261,7 @@ class Day:
         state = await self._wait(lambda state: state["restart"]["state"] != "running", "the end of a rolling restart")
         restarted = all(host.num_starts > starts for host, starts in zip(self._hosts, before, strict=True))
         if state["restart"]["state"] != "done" or not restarted:
-            raise LoadError(f"not all workers were restarted: {state['restart']['error']}")
+            raise HttpError(f"not all workers were restarted: {state['restart']['error']}")
 
     async def _bad_disk(self, event: Event) -> None:
         async with self._disk:
@@ -324,7 +323,7 @@ class Day:
                 while not holds(found := await get_json(self._endpoint, "/workers")):  # noqa: ASYNC110
                     await asyncio.sleep(0.05)
         except TimeoutError:
-            raise LoadError(f"{what}: not within {RECOVERY_SECONDS:g} s.\n{self._server.last_words()}") from None
+            raise HttpError(f"{what}: not within {RECOVERY_SECONDS:g} s.\n{self._server.last_words()}") from None
         return found
 
     async def _watch(self) -> None:
@@ -333,7 +332,7 @@ class Day:
             try:
                 async with asyncio.timeout(30):
                     await get_text(self._endpoint, "/metrics")
-            except (LoadError, TimeoutError) as error:
+            except (HttpError, TimeoutError) as error:
                 self._record.wrong.append(f"/metrics: {type(error).__name__}: {error}")
             for _ in range(5):
                 self._look()
@@ -365,7 +364,7 @@ def held_gauges(metrics: str) -> list[str]:
 
 
 async def _status(endpoint: Endpoint, whole: bytes) -> int:
-    """The last status of the answer to these bytes; 0: the connection was closed without one. Raises LoadError."""
+    """The last status of the answer to these bytes; 0: the connection was closed without one. Raises HttpError."""
     answer = b""
     async with tcp_connection(f"{endpoint.host}:{endpoint.port}") as (reader, writer):
         try:
@@ -375,7 +374,7 @@ async def _status(endpoint: Endpoint, whole: bytes) -> int:
                     await writer.drain()
                     answer = await reader.read(-1)
         except TimeoutError:
-            raise LoadError(f"no end of the answer to {whole[:300]!r} within 60 s") from None
+            raise HttpError(f"no end of the answer to {whole[:300]!r} within 60 s") from None
     return final_status(answer)
 
 

@@ -11,7 +11,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
-from space_eval.bench.client import Endpoint, LoadError, post_json
+from space_common.http_client import Endpoint, HttpError, post_json
 from space_eval.data import built_in
 
 from chaos.harness import PATH, bodies, stream_choices
@@ -73,7 +73,7 @@ def visits(number: int, max_tokens: int) -> list[Visit]:
 
 
 async def ask(endpoint: Endpoint, visit: Visit, answer: Answer, leave_after: int | None = None) -> None:
-    """Fill the answer as it comes; disconnect after so many choices of events. Raises LoadError."""
+    """Fill the answer as it comes; disconnect after so many choices of events. Raises HttpError."""
     if not visit.streams:
         whole = await post_json(endpoint, visit.path, visit.body)
         if visit.path == RESPONSES:
@@ -124,7 +124,7 @@ class MixedLoad:
         self._source = random.Random(seed)
 
     async def record_expected(self) -> None:
-        """Ask each alone. Raises LoadError."""
+        """Ask each alone. Raises HttpError."""
         for visit in self._visits:
             answer = Answer()
             await ask(self._endpoint, visit, answer)
@@ -151,7 +151,7 @@ class MixedLoad:
         except TimeoutError:
             self.counts.wrong.append(f"{visit.kind}: no end within {LOST_SECONDS:g} s")
             return
-        except LoadError as error:
+        except HttpError as error:
             if error.status in ALLOWED:
                 self.counts.num_refused[str(error.status)] += 1
                 await asyncio.sleep(0.5)

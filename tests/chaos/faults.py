@@ -18,8 +18,8 @@ from typing import Any
 import grpc.aio
 from perf.harness import Report, log, table
 from processes import ProcessFigures
-from space_eval.bench.client import get_json
-from space_eval.bench.server_process import ServerProcess
+from space_common.http_client import get_json
+from space_common.process import ServerProcess
 from space_eval.report import facts
 from space_proto import worker_pb2
 
@@ -151,7 +151,7 @@ RANKS = ("least", "median", "p90", "p99", "most")
 
 
 def run(options: argparse.Namespace) -> Report:
-    """Raises ServerError and LoadError."""
+    """Raises ServerError and HttpError."""
     flags = ["--model", options.model, "--worker-timeout", "3", "--workers", str(options.workers), *options.serve_flags]
     with ServerProcess(flags) as server:
         return asyncio.run(_run(server, options))

@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from perf.harness import log, table
-from space_eval.bench.client import Endpoint, LoadError, get_json, idle, parsed, stream_events
-from space_eval.bench.server_process import ServerProcess
+from space_common.http_client import Endpoint, HttpError, get_json, parsed, stream_events
+from space_common.process import ServerProcess
+from space_eval.bench.meters import idle
 from space_eval.data import built_in
 
 PATH = "/v1/completions"
@@ -70,7 +71,7 @@ def raw_request(body: Mapping[str, Any]) -> bytes:
 async def stream_choices(
     endpoint: Endpoint, path: str, body: Mapping[str, Any]
 ) -> AsyncGenerator[list[dict[str, Any]]]:
-    """`POST` `body` and yield the choices of events that arrive together. Raises LoadError, also for an error in the
+    """`POST` `body` and yield the choices of events that arrive together. Raises HttpError, also for an error in the
     stream, and for one that ends before its `[DONE]`.
 
     Use it in `aclosing`, which closes its connection.
@@ -85,17 +86,17 @@ async def stream_choices(
                     continue
                 value = parsed(event)
                 if value.get("error"):
-                    raise LoadError(f"The stream ended with an error: {value['error']}")
+                    raise HttpError(f"The stream ended with an error: {value['error']}")
                 choices += value.get("choices") or ()
             yield choices
     if not is_done:
-        raise LoadError("The stream ended without [DONE].")
+        raise HttpError("The stream ended without [DONE].")
 
 
 async def ask(
     endpoint: Endpoint, body: Mapping[str, Any], on_tokens: Callable[[int], None] = lambda number: None
 ) -> StreamAnswer:
-    """The streamed answer; `on_tokens` is called with the number of tokens of each event. Raises LoadError."""
+    """The streamed answer; `on_tokens` is called with the number of tokens of each event. Raises HttpError."""
     ids: list[int] = []
     text, finish = "", None
     clock = asyncio.get_running_loop().time
@@ -211,14 +212,14 @@ class StreamLoad:
         counts.num_streams += 1
         try:
             answer = await ask(self.endpoint, self.bodies[number], on_tokens)
-        except LoadError as error:
+        except HttpError as error:
             counts.lost.append(str(error))
             return
         counts.pauses.append(answer.longest_pause)
         counts.num_different += answer.num_different(self.expected[number])
 
     async def wait_for_tokens(self, num_clients: int = 1) -> None:
-        """Until so many clients have got tokens. Raises LoadError if they do not in time."""
+        """Until so many clients have got tokens. Raises HttpError if they do not in time."""
         heard: set[int] = set()
         self._waiting.append(heard)
         try:
@@ -231,7 +232,7 @@ class StreamLoad:
             self._waiting = [one for one in self._waiting if one is not heard]
 
     async def wait_until(self, path: str, holds: Callable[[dict[str, Any]], bool], what: str) -> dict[str, Any]:
-        """Ask `path` until its answer holds, and return it. Raises LoadError if it does not in time."""
+        """Ask `path` until its answer holds, and return it. Raises HttpError if it does not in time."""
         try:
             async with asyncio.timeout(RECOVERY_SECONDS):
                 while not holds(found := await get_json(self.endpoint, path)):  # noqa: ASYNC110
@@ -244,8 +245,8 @@ class StreamLoad:
         """Until nothing runs and no page is held."""
         await idle(self.endpoint, is_ours=True)
 
-    def _not_in_time(self, what: str) -> LoadError:
-        return LoadError(f"{what}: not within {RECOVERY_SECONDS:g} s.\n{self.server.last_words()}")
+    def _not_in_time(self, what: str) -> HttpError:
+        return HttpError(f"{what}: not within {RECOVERY_SECONDS:g} s.\n{self.server.last_words()}")
 
 
 async def num_leaked_pages(endpoint: Endpoint) -> int:

@@ -19,9 +19,8 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from perf.harness import Report, log
-from space_common.process import module_command
-from space_eval.bench.client import LoadError, get_json
-from space_eval.bench.server_process import ServerError, ServerProcess
+from space_common.http_client import HttpError, get_json
+from space_common.process import ServerError, ServerProcess, module_command
 from space_eval.report import facts
 
 from chaos.harness import StreamCounts, StreamLoad, add_flags, bodies, stream_table
@@ -187,7 +186,7 @@ Phases = dict[str, StreamCounts]
 
 
 def run(options: argparse.Namespace) -> Report:
-    """Raises ServerError, LoadError and HostError."""
+    """Raises ServerError, HttpError and HostError."""
     namespaces = not options.loopback and can_have_namespaces()
     model = "demo" if options.scripted else options.model
     wanted = bodies(options.streams, options.tokens)
@@ -276,7 +275,7 @@ class Disturbances:
             )
             restarted = all(host.num_starts > starts for host, starts in zip(self._hosts, before, strict=True))
             if state["restart"]["state"] != "done" or not restarted:
-                raise LoadError(f"Rolling restart {number} of every worker has failed: {state['restart']['error']}")
+                raise HttpError(f"Rolling restart {number} of every worker has failed: {state['restart']['error']}")
 
     async def _all_up(self) -> None:
         await self._workers(lambda state: all(one["state"] == "up" for one in state["workers"]), "all workers")

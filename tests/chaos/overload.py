@@ -25,8 +25,9 @@ from statistics import fmean, median, quantiles
 from typing import Any
 
 from perf.harness import Report, log, numbers, table
-from space_eval.bench.client import Endpoint, LoadError, get_json, get_text, idle, parsed, stream_events
-from space_eval.bench.server_process import ServerProcess
+from space_common.http_client import Endpoint, HttpError, get_json, get_text, parsed, stream_events
+from space_common.process import ServerProcess
+from space_eval.bench.meters import idle
 from space_eval.data import long_text
 from space_eval.report import facts
 
@@ -249,7 +250,7 @@ def buckets(text: str, name: str) -> dict[float, float]:
 
 
 def run(options: argparse.Namespace) -> Report:
-    """Raises ServerError and LoadError."""
+    """Raises ServerError and HttpError."""
     with ExitStack() as stack:
         keys: list[str | None] = [None] * len(options.greed)
         url, server = options.url, None
@@ -321,7 +322,7 @@ class Overload:
         return RequestKind(prompt, usage["prompt_tokens"], num_answer)
 
     async def _ask(self, arrival: Arrival, begun: float) -> dict[str, Any]:
-        """Fill in the arrival, and return the usage. Raises LoadError if the stream has no whole answer."""
+        """Fill in the arrival, and return the usage. Raises HttpError if the stream has no whole answer."""
         clock = asyncio.get_running_loop().time
         self._number += 1
         body = {
@@ -340,13 +341,13 @@ class Overload:
                     for event in together:
                         value = {} if event == b"[DONE]" else parsed(event)
                         if value.get("error"):
-                            raise LoadError(f"The stream ended with an error: {value['error']}")
+                            raise HttpError(f"The stream ended with an error: {value['error']}")
                         usage = value.get("usage") or usage
                         choices = value.get("choices") or ()
                         number = sum(len(one.get("token_ids") or ()) or bool(one.get("text")) for one in choices)
                         if number:
                             arrival.tokens.append((clock() - begun, number))
-            except LoadError as error:
+            except HttpError as error:
                 arrival.status, arrival.retry_after = error.status or -1, error.retry_after
                 raise
         arrival.status, arrival.ended = 200, clock() - begun
@@ -363,7 +364,7 @@ class Overload:
                 made.append(Arrival(clock() - begun, tenant, source.choice(kinds)))
                 try:
                     await self._ask(made[-1], begun)
-                except LoadError as error:  # one that waited too long
+                except HttpError as error:  # one that waited too long
                     if error.retry_after is None:
                         raise
                     await asyncio.sleep(error.retry_after)
@@ -377,7 +378,7 @@ class Overload:
         late = seconds / 4
         num_tokens = sum(n for one in made for at, n in one.tokens if at >= late)
         if not num_tokens:
-            raise LoadError(f"No token came within {seconds:g} s: give more by --seconds.")
+            raise HttpError(f"No token came within {seconds:g} s: give more by --seconds.")
         rate: float = num_tokens / (seconds - late) / fmean(kind.num_answer for kind in kinds)
         return rate
 

@@ -17,8 +17,9 @@ from typing import Any
 
 from perf.harness import PerfError, Report, log, table
 from processes import ProcessFigures
-from space_eval.bench.client import Endpoint, LoadError, get_json, get_text, idle, post_json
-from space_eval.bench.server_process import ServerProcess
+from space_common.http_client import Endpoint, HttpError, get_json, get_text, post_json
+from space_common.process import ServerProcess
+from space_eval.bench.meters import idle
 from space_eval.data import built_in, long_text
 from space_eval.report import facts
 
@@ -58,7 +59,7 @@ class Visits:
         (kind,) = self._source.choices(kinds, [self._kinds[name][0] for name in kinds])
         try:
             await self._kinds[kind][1]()
-        except LoadError as error:
+        except HttpError as error:
             if error.status == 429:
                 self.num_refused[kind] += 1
                 await asyncio.sleep(0.5)
@@ -123,11 +124,11 @@ class Visits:
         ]  # fmt: skip
         try:
             await post_json(self._endpoint, PATH, self._body(**self._source.choice(wrong)))
-        except LoadError as error:
+        except HttpError as error:
             if error.status is None or not 400 <= error.status < 500:
                 raise
         else:
-            raise LoadError("A request that cannot be served was answered with 200.")
+            raise HttpError("A request that cannot be served was answered with 200.")
 
     async def _slow(self) -> None:
         """Read a few bytes at a time through a small buffer; then disconnect."""
@@ -157,7 +158,7 @@ Observation = dict[str, float]  # at one moment: `seconds` since the begin, and 
 
 
 def run(options: argparse.Namespace) -> Report:
-    """Raises ServerError, LoadError, and PerfError for a run that is too short."""
+    """Raises ServerError, HttpError, and PerfError for a run that is too short."""
     if options.minutes * 60 < 8 * options.every:
         raise PerfError(f"--minutes {options.minutes:g} holds fewer than 8 observations; let it run longer.")
     with ServerProcess(["--model", options.model, *options.serve_flags]) as server:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from processes import ProcessFigures
-from space_eval.bench.client import Endpoint
+from space_common.http_client import Endpoint
 
 from chaos import faults, hosts, soak
 from chaos.__main__ import EXPERIMENTS, main, parser

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from doubles.tcp import tcp_connection, tcp_server
 from processes import ProcessFigures
-from space_eval.bench.client import Endpoint, LoadError
+from space_common.http_client import Endpoint, HttpError
 
 from chaos import day_load, harness
 from chaos.__main__ import main
@@ -98,9 +98,9 @@ def test_both_loads_read_a_stream_to_its_done_and_refuse_one_that_breaks_off(mon
         ([[event("a"), b'{"error": {"message": "no"}}']], "with an error"),
     ):
         served(batches)
-        with pytest.raises(LoadError, match=reason):
+        with pytest.raises(HttpError, match=reason):
             asyncio.run(harness.ask(endpoint, body))
-        with pytest.raises(LoadError, match=reason):
+        with pytest.raises(HttpError, match=reason):
             answered()
 
 

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from space_eval.bench.server_process import ServerProcess
+from space_common.process import ServerProcess
 
 HERE = Path(__file__).resolve().parent
 CACHE = Path(os.environ.get("SPACESERVE_CLIENTS") or HERE.parents[1] / ".clients").resolve()

@@ -18,7 +18,7 @@ from typing import Any
 import httpx
 import pytest
 import yaml
-from space_eval.bench.server_process import ServerProcess
+from space_common.process import ServerProcess
 
 SECONDS = float(os.environ.get("SPACESERVE_TEST_SECONDS", "25"))  # Of load, before anybody looks
 

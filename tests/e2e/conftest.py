@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from space_eval.bench.server_process import ServerProcess
+from space_common.process import ServerProcess
 from tiny_checkpoints import tiny_checkpoint
 
 SECONDS = 60.0  # longest wait for anything: far beyond what a busy machine needs, and short of the test's own limit

@@ -13,7 +13,7 @@ import grpc
 import httpx
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
-from space_eval.bench.server_process import ServerProcess
+from space_common.process import ServerProcess
 from space_proto import generate_pb2, generate_pb2_grpc
 
 pytestmark = pytest.mark.slow  # for its own server

@@ -12,7 +12,7 @@ import pytest
 from exactness_matrix import Mismatch, Subject, describe_difference, make_worker
 from space_common.worker.client import ClientSequence, SequenceRequest, WorkerClient
 from space_common.worker.errors import CONTRADICTION
-from space_eval.acceptance.equivalence import Future, ScriptedDrafts, first_difference, half_right
+from space_eval.acceptance.equivalence import RIGHT, Future, ScriptedDrafts, first_difference
 from space_model.loading.load import load_model
 from space_proto import worker_pb2 as pb
 from space_server.drafts import DraftSources
@@ -183,7 +183,7 @@ def strays(tokens: Sequence[int], live_ids: Sequence[int]) -> tuple[int, ...]:
 def speculate(subject: Subject, plain: Sequence[ClientSequence], mode: str) -> list[ClientSequence]:
     """The requests in one batch that they join one by one, with drafts."""
     k = MODES[mode]
-    oracle = MasksAndOracle(half_right, subject.live_ids) if mode.startswith("k") else None
+    oracle = MasksAndOracle(RIGHT["half"], subject.live_ids) if mode.startswith("k") else None
     sources = None if oracle is not None else DraftSources(lookup=mode == "lookup")
     if mode == ON_DEVICE:
         layout = FixedLayout.full(k)
@@ -311,7 +311,7 @@ def test_a_text_that_comes_to_where_every_id_is_forbidden_fails_there_and_not_be
     sampling_params.logit_bias[first] = 100.0
     for last in (first, second):  # behind six of the first nothing is left
         sampling_params.bad_words.append(pb.IdRun(ids=[first] * 6 + [last]))
-    oracle = ScriptedDrafts(half_right, subject.live_ids)
+    oracle = ScriptedDrafts(RIGHT["half"], subject.live_ids)
     worker = Worker(subject.model, num_blocks=50, controller=FixedLayout.full(k), draft_source=oracle)
     router = WorkerClient(worker)
     prompt = [subject.live_ids[5]] * 3

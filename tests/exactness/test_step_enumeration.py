@@ -15,7 +15,7 @@ from exact_distribution import (
     octal_checkpoint,
     softmax,
 )
-from space_eval.acceptance.generation import CompletionOutput, generate
+from space_common.worker.completion import CompletionOutput, generate
 from space_model.geometry.draft_layout import DraftLayout
 from space_model.geometry.forward_batch import ForwardBatch, Segment
 from space_model.loading.load import load_model

@@ -17,7 +17,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
-from space_eval.report import commit, machine, markdown_table, without_nan, write_report
+from space_common.version import commit, machine
+from space_eval.report import markdown_table, without_nan, write_report
 
 from gpu.stages import STAGES, Slice
 

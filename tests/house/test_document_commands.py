@@ -26,8 +26,8 @@ import torch
 from doubles.encoders import write_encoder
 from processes import free_port
 from safetensors.torch import save_file
+from space_common.process import ServerProcess
 from space_eval.bench.command import COMMANDS as BENCHMARKS
-from space_eval.bench.server_process import ServerProcess
 from tiny_checkpoints import released_adapter, tiny_lora
 from transformers import LlamaConfig, LlamaForCausalLM
 

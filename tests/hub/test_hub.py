@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
-from space_eval.bench.server_process import ServerProcess
+from space_common.process import ServerProcess
 from tiny_checkpoints import tiny_checkpoint
 
 COMMIT = "c0ffee" * 6 + "c0ff"

@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Any
 
 import pytest
-from space_eval.bench.server_process import ServerProcess
+from space_common.process import ServerProcess
 
 SECONDS = 60.0  # Longest wait for anything: far beyond what a busy machine needs
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
-from space_eval.bench.server_process import ServerProcess
+from space_common.process import ServerProcess
 from tiny_checkpoints import tiny_checkpoint
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]

@@ -22,9 +22,9 @@ from typing import Any
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from space_common.http_client import Endpoint, post_json
+from space_common.process import ServerError, ServerProcess
 from space_common.worker.settings import parse_amount
-from space_eval.bench.client import Endpoint, post_json
-from space_eval.bench.server_process import ServerError, ServerProcess
 from space_eval.data import built_in
 from space_eval.flags import whole_from
 from space_server.startup.model_need import shown

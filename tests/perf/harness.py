@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import statistics
 import subprocess
 import sys
 import time
@@ -13,11 +14,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from space_common.process import module_command, safe_environment
-from space_eval.bench.client import LoadError
-from space_eval.bench.server_process import ServerError
+from space_common.http_client import HttpError
+from space_common.process import ServerError, module_command, safe_environment
+from space_common.version import commit, machine
 from space_eval.flags import whole_from
-from space_eval.report import commit, machine, markdown_facts, write_report
+from space_eval.report import Spread, markdown_facts, percentile, write_report
 from space_model.model_error import ModelError
 
 Arm = TypeVar("Arm")
@@ -49,6 +50,12 @@ def take_turns(
 
 
 TAILS = 0.1  # share of the values that a `Spread` of measured times leaves out on either side
+
+
+def without_tails(values: Sequence[float]) -> Spread:
+    """The median, and the range without TAILS of the values on either side."""
+    return Spread(statistics.median(values), percentile(values, TAILS), percentile(values, 1 - TAILS))
+
 
 Column = tuple[str, str, str]  # of a table of records: its head, the name of the value, and its format
 
@@ -161,7 +168,7 @@ def main(
     except (PerfError, ModelError) as error:
         print(f"{options.name}: {error}", file=sys.stderr)
         return 2
-    except (ServerError, LoadError) as error:
+    except (ServerError, HttpError) as error:
         print(f"{options.name}: {error}", file=sys.stderr)
         return 1
     print(report.markdown(), end="")

@@ -20,7 +20,6 @@ import numpy as np
 import torch
 from space_common.process import collect_seldom
 from space_eval.flags import whole_from
-from space_eval.report import Spread
 from space_model.loading.load import load_model
 from space_model.malloc import keep_freed_memory
 from space_model.space_model import SpaceModel
@@ -33,7 +32,7 @@ from space_server.speculation.controller import FixedLayout
 from space_server.worker import Worker
 from space_server.worker_messages import PROTOCOL_MAJOR
 
-from perf.harness import TAILS, PerfError, Report, log, numbers, table, take_turns
+from perf.harness import PerfError, Report, log, numbers, table, take_turns, without_tails
 
 BOUNDS_MS = {1: 0.3, 64: 1.5}  # upper bounds of the median host time, by batch
 SHORTEST_PROMPT, LONGEST_PROMPT = 64, 192
@@ -203,7 +202,7 @@ def run(options: argparse.Namespace) -> Report:
     take_turns(list(found), options.rounds, turn)
     rows, records, failures = [], [], []
     for cell, steps in found.items():
-        host = Spread.without_tails([1e3 * step.host for step in steps], TAILS)
+        host = without_tails([1e3 * step.host for step in steps])
         parts = {part: 1e3 * statistics.median(getattr(step, part) for step in steps) for part in (*PARTS, "computed")}
         bound = BOUNDS_MS.get(cell.batch)
         rows.append((cell.batch, cell.layout, host.shown(3), bound or "–", *(f"{part:.3f}" for part in parts.values())))

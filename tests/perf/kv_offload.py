@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from space_eval.bench.client import Endpoint, parsed, stream_events
-from space_eval.bench.server_process import ServerProcess
+from space_common.http_client import Endpoint, parsed, stream_events
+from space_common.process import ServerProcess
 from space_eval.flags import whole_from
 
 from perf.harness import PerfError, Report, log, table, take_turns

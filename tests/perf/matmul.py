@@ -14,14 +14,13 @@ from typing import Any
 
 import torch
 from space_eval.flags import whole_from
-from space_eval.report import Spread
 from space_kernels.build.cpu_library import KINDS, CpuLibrary, cpu_library, library_for, own_kinds
 from space_kernels.linear.cpu_linear import CompiledLinear
 from space_kernels.linear.packed_linear import PackedLinear, can_pack, pad_rows
 from torch import Tensor
 from torch.nn import functional as F
 
-from perf.harness import TAILS, Column, PerfError, Report, columns_table, log, take_turns
+from perf.harness import Column, PerfError, Report, columns_table, log, take_turns, without_tails
 
 SHAPES = ((768, 768), (2048, 2048), (5632, 2048))
 ROWS = (1, 2, 3, 4, 6, 8, 9, 12, 16, 24, 32, 48, 64)
@@ -112,7 +111,7 @@ def _row(library: CpuLibrary, weight: Tensor, arms: dict[str, Arm], x: Tensor, c
         return float(statistics.median(other / own for other, own in zip(longest, times[arm], strict=True)))
 
     (outputs, inputs), seconds = weight.shape, {name: statistics.median(of_arm) for name, of_arm in times.items()}
-    spread = Spread.without_tails([1e6 * of_turn for of_turn in times["ours"]], TAILS)
+    spread = without_tails([1e6 * of_turn for of_turn in times["ours"]])
     return {
         "outputs": outputs, "inputs": inputs, "shape": f"{outputs}×{inputs}", "rows": len(x),
         "microseconds": spread.shown(0), "seconds": spread.median / 1e6,

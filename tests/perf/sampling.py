@@ -14,13 +14,12 @@ from unittest import mock
 
 import torch
 from space_eval.flags import whole_from
-from space_eval.report import Spread
 from space_kernels.build.cpu_library import cpu_library
 from space_kernels.sampling import sampler
 from space_kernels.sampling.sampling_params import SamplingParams, SamplingRow
 from torch import Tensor
 
-from perf.harness import TAILS, Column, PerfError, Report, columns_table, log, numbers, take_turns
+from perf.harness import Column, PerfError, Report, columns_table, log, numbers, take_turns, without_tails
 
 ROWS = (1, 6, 36)
 SPREAD = 3.0  # standard deviation of the logits
@@ -74,7 +73,7 @@ def measure(logits: Tensor, rounds: int) -> list[dict[str, Any]]:
                 seconds[arm].append(time.perf_counter() - begun)
 
         take_turns(list(seconds), rounds + 1, turn)
-        spreads = {arm: Spread.without_tails([1e3 * one for one in all_[1:]], TAILS) for arm, all_ in seconds.items()}
+        spreads = {arm: without_tails([1e3 * one for one in all_[1:]]) for arm, all_ in seconds.items()}
         found.append(
             {
                 "what": name,

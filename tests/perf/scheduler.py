@@ -16,14 +16,13 @@ from dataclasses import asdict, dataclass
 
 from doubles.router.tabletop import Tabletop
 from space_eval.flags import whole_from
-from space_eval.report import Spread
 from space_router.config import ServeConfig
 from space_router.engine.engine import Engine
 from space_router.engine.pages import PagePool
 from space_router.engine.request.request import SamplingOptions, Stream, ValidRequest
 from space_router.metrics import Metrics
 
-from perf.harness import TAILS, Report, log, table, take_turns
+from perf.harness import Report, log, table, take_turns, without_tails
 from perf.streams import InstantWorker
 
 NUM_QUEUED = (10, 100, 1_000, 10_000)
@@ -129,7 +128,7 @@ def run(options: argparse.Namespace) -> Report:
     take_turns(POINTS, options.rounds, turn)
     rows = [
         (
-            f"{queued:,}", f"{blocks:,}", Spread.without_tails([cost.median_us for cost in costs], TAILS).shown(0),
+            f"{queued:,}", f"{blocks:,}", without_tails([cost.median_us for cost in costs]).shown(0),
             f"{statistics.median(cost.p99_us for cost in costs):.0f}",
             f"{statistics.median(cost.submit_us for cost in costs):.0f}", sum(cost.num_admitted for cost in costs),
         )

@@ -31,9 +31,8 @@ from urllib.parse import urlsplit
 import grpc
 import grpc.aio
 from processes import ProcessFigures
-from space_common.process import cpu_seconds
+from space_common.process import ServerProcess, cpu_seconds
 from space_common.worker.client import PROTOCOL_MAJOR
-from space_eval.bench.server_process import ServerProcess
 from space_eval.flags import whole_from
 from space_eval.report import percentile
 from space_proto import worker_pb2, worker_pb2_grpc

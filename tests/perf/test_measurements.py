@@ -20,7 +20,6 @@ from overhead_arms import arms, full
 from space_common.worker.settings import parse_chances
 from space_eval.bench.command import MOVED
 from space_eval.bench.command import main as bench
-from space_eval.report import Spread
 from space_kernels.build import cpu_library
 from space_model.loading.load import load_model
 from space_model.make_model import Size, random_llama
@@ -33,7 +32,7 @@ from space_train.estimate import SHAPES
 
 from perf import edge, matmul, overhead, sampling, scheduler
 from perf.edge import ROUTERS_SHARE, Held, MemoryWatch, Visit, confined, installed, problems
-from perf.harness import MEASUREMENTS, TAILS, PerfError, Report, main, parser, table, take_turns
+from perf.harness import MEASUREMENTS, PerfError, Report, main, parser, table, take_turns, without_tails
 from perf.host_time import PARTS, Cell, run_cell
 from perf.memory import DRAFT_MODELS, Serving, adapter, check, side, sides_table, slot
 from perf.overhead import Bench, Load, PassCost, Row, RowCurve, Subject, Turn, crossing, row
@@ -54,7 +53,7 @@ def test_no_round_begins_after_the_time_is_over_but_the_first() -> None:
 
 
 def test_a_spread_is_the_median_and_the_range_of_80_percent() -> None:
-    spread = Spread.without_tails([9.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 100.0], TAILS)
+    spread = without_tails([9.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 100.0])
     assert (spread.median, spread.low, spread.high) == (5.5, 1.0, 9.0)
     assert spread.shown(1) == "5.5 (1.0–9.0)"
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import openai
 import pytest
-from space_eval.bench.server_process import ServerProcess
+from space_common.process import ServerProcess
 from space_model.loading.load import load_model
 
 QUESTION = [{"role": "user", "content": "What is the capital of Japan?"}]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 from space_common.worker.client import ClientSequence, SequenceRequest
-from space_eval.acceptance.equivalence import all_right, half_right, none_right
+from space_eval.acceptance.equivalence import RIGHT
 from space_model.space_model import SpaceModel
 from space_router.text.model_text import ModelText
 from worker_answers import Drafting, answers, encoded, request
@@ -16,9 +16,9 @@ PLAIN = Drafting("off", k=0)
 OF_SMOLLM2 = [Drafting("auto"), *(Drafting(f"k={k}", k=k) for k in (1, 3, 5))]
 OF_GEMMA = [
     Drafting("auto"),
-    Drafting("oracle", k=4, right=all_right),
-    Drafting("half-right", k=4, right=half_right),
-    Drafting("wrong", k=4, right=none_right),
+    Drafting("oracle", k=4, right=RIGHT["oracle"]),
+    Drafting("half-right", k=4, right=RIGHT["half"]),
+    Drafting("wrong", k=4, right=RIGHT["wrong"]),
 ]
 SAMPLING_PARAMS = {"greedy": 0.0, "seeded": 0.8}
 
@@ -55,8 +55,8 @@ def prove_power(way: Drafting, records: Sequence[ClientSequence]) -> None:
     ]
     accepted = sum(accepted for _, accepted in verifications)
     rejected = sum(drafted > accepted for drafted, accepted in verifications)
-    assert (accepted > 0) == (way.right is not none_right), (way.name, accepted)
-    assert (rejected > 0) == (way.right is not all_right), (way.name, rejected)
+    assert (accepted > 0) == (way.right is not RIGHT["wrong"]), (way.name, accepted)
+    assert (rejected > 0) == (way.right is not RIGHT["oracle"]), (way.name, rejected)
 
 
 @pytest.mark.slow

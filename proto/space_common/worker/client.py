@@ -12,7 +12,7 @@ import queue
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -84,6 +84,7 @@ class ClientSequence:
     error: str = ""
     num_computed: int = 0  # of the present admission
     seq_id: int = 0  # of the last admission
+    key: Any = None  # what the caller knows it by
 
     @property
     def ids(self) -> list[int]:
@@ -305,6 +306,33 @@ class WorkerClient:
                     self.release(part.seq_id)
                 elif part.paused:
                     self.extend(part.seq_id)
+
+    def run_in_turn(
+        self,
+        sequences: Iterable[ClientSequence],
+        num_pages: Callable[[ClientSequence], int],
+        *,
+        at_once: int,
+        one_by_one: bool = False,
+    ) -> Iterator[tuple[pb.StepReport | None, float]]:
+        """Run sequences in order, at most `at_once` of them, each from its start on all the pages that it can need, so
+        that none pauses. Yield the report and the seconds of every step; the caller releases what has ended.
+
+        `one_by_one`: at most one joins the batch per step.
+        """
+        waiting = iter(sequences)
+        following = next(waiting, None)
+        while following is not None or self.running:
+            while following is not None and len(self.running) < at_once:
+                if self.running and num_pages(following) > len(self.free):
+                    break
+                self.submit(following, num_pages=num_pages(following))
+                following = next(waiting, None)
+                if one_by_one:
+                    break
+            started = time.perf_counter()
+            report = self.step()
+            yield report, time.perf_counter() - started
 
     def release_and_wait(self, seq_id: int) -> ClientSequence:
         """Release, and step until it is acknowledged: every token reported until then counts."""

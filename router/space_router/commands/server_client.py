@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from space_common.files import api_key_in
 from space_common.server_tls import client_context, tls_trouble
 
 URL = "http://127.0.0.1:8080"
@@ -144,9 +145,6 @@ def own_key(file: Path | None, environment: Mapping[str, str]) -> str | None:
     if file is None:
         return environment.get(KEY_VARIABLE, "").strip() or None
     try:
-        key = file.expanduser().read_text(encoding="utf-8-sig").split()[0]
-    except (OSError, IndexError, UnicodeError):
-        raise ChatError(f"--api-key-file {file}: there is no key in it.") from None
-    if key.startswith("sha256:"):
-        raise ChatError(f"--api-key-file {file}: it has a key's digest, not the key. Give a file with the key itself.")
-    return key
+        return api_key_in(file)
+    except ValueError as error:
+        raise ChatError(str(error)) from None

@@ -5,17 +5,17 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
 from space_common.repetition import is_looping, repeated_share
+from space_common.worker.completion import CompletionOutput
 from space_model.loading.load import load_model
 from space_proto import worker_pb2 as pb
 from tqdm import tqdm
 
 from space_eval.acceptance import served
 from space_eval.acceptance.generation import (
-    CompletionOutput,
     describe_prompts,
     encode_conversations,
     is_blank,
@@ -27,7 +27,7 @@ from space_eval.acceptance.options import add_acceptance
 from space_eval.acceptance.paired_decoding import PairedDecoder, TextsDiffer
 from space_eval.data import load_conversations
 from space_eval.flags import FlagError, given
-from space_eval.report import columns_table, figure, markdown_facts, ratio, write_report
+from space_eval.report import columns_table, figure, markdown_facts, publish, ratio
 
 
 @dataclass(frozen=True)
@@ -95,10 +95,8 @@ def run(options: argparse.Namespace) -> int:
         _check_flags(options)
         return served.run(options)
     rows, facts = measure(options)
-    page = to_markdown(rows, facts)
-    print(page)
-    if options.out is not None:
-        write_report(options.out, "acceptance", page, {"facts": facts, "rows": [asdict(row) for row in rows]})
+    page = markdown_facts(facts) + "\n" + columns_table(COLUMNS, rows)
+    publish("acceptance", options.out, page, {"facts": facts, "rows": [asdict(row) for row in rows]})
     return 0
 
 
@@ -171,8 +169,3 @@ COLUMNS: Sequence[tuple[str, Callable[[AcceptanceRow], str]]] = (
     ("accepted filler", lambda row: f"{row.accepted_filler:.2f}"),
     ("speed-up", lambda row: f"{row.speedup:.2f}"),
 )
-
-
-def to_markdown(rows: Sequence[AcceptanceRow], facts: Mapping[str, object]) -> str:
-    """Return the facts of the run and the table as Markdown."""
-    return markdown_facts(facts) + "\n" + columns_table(COLUMNS, rows)

@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from space_eval.acceptance.generation import torch_facts
 from space_eval.flags import FlagError
-from space_eval.report import columns_table, figure, markdown_facts, ratio_bounds, write_report
+from space_eval.report import bootstrap, columns_table, figure, markdown_facts, publish, ratio_of_sums
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,8 @@ class DraftsRow:
 def _bounds(values: np.ndarray, rows: np.ndarray) -> tuple[float, float]:
     """Return the 95 % bootstrap's bounds of the mean over `values`; rows of text are drawn as wholes."""
     sums, counts = np.bincount(rows, values), np.bincount(rows)
-    return ratio_bounds([(float(total), float(count)) for total, count in zip(sums, counts, strict=True) if count])
+    parts = [(float(total), float(count)) for total, count in zip(sums, counts, strict=True) if count]
+    return bootstrap(parts, statistic=ratio_of_sums)
 
 
 COLUMNS: Sequence[tuple[str, Callable[[DraftsRow], str]]] = (
@@ -81,9 +82,7 @@ def run(options: argparse.Namespace) -> int:
     except (InvalidPlan, DataError) as error:
         raise FlagError(str(error)) from error
     page = columns_table(COLUMNS, rows) + "\n" + markdown_facts(facts)
-    print(page)
-    if options.out is not None:
-        write_report(options.out, "drafts", page, {"facts": facts, "rows": [asdict(row) for row in rows]})
+    publish("drafts", options.out, page, {"facts": facts, "rows": [asdict(row) for row in rows]})
     return 0
 
 

@@ -7,8 +7,9 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import product
-from typing import Protocol
 
+from space_common.worker.client import ClientSequence
+from space_common.worker.completion import CompletionFailed, CompletionOutput, CompletionRequest, complete
 from space_model.geometry.draft_layout import DraftLayout
 from space_model.loading.load import load_model
 from space_model.model_error import InvalidSetting
@@ -18,18 +19,9 @@ from space_server.speculation.controller import FixedLayout
 from space_server.worker import Worker
 from tqdm import tqdm
 
-from space_eval.acceptance.generation import (
-    CompletionFailed,
-    CompletionOutput,
-    CompletionRequest,
-    complete,
-    describe_prompts,
-    encode_prompts,
-    load_tokenizer,
-    torch_facts,
-)
+from space_eval.acceptance.generation import describe_prompts, encode_prompts, load_tokenizer, torch_facts
 from space_eval.data import load_prompts
-from space_eval.report import columns_table, markdown_facts, write_report
+from space_eval.report import columns_table, markdown_facts, publish
 
 BLOCK_SIZE = 16
 MOST_DRAFTS = 8
@@ -38,25 +30,13 @@ MOST_DRAFTS = 8
 Right = Callable[[int, int], int]
 """(known ids, drafts of a whole chain) -> how many drafts are right before the first wrong one."""
 
-
-def all_right(num_known: int, k: int) -> int:
-    """All drafts are right."""
-    return k
-
-
-def half_right(num_known: int, k: int) -> int:
-    """A varying number of 1 to k-1 right drafts; for k = 1, every second draft is right."""
-    return 1 + num_known % (k - 1) if k > 1 else num_known % 2
-
-
-def none_right(num_known: int, k: int) -> int:
-    """No draft is right."""
-    return 0
-
-
 DRAFTS = ("own", "oracle", "half", "wrong")  # kinds of drafts: the masks' own, and the scripted ones
 
-RIGHT: dict[str, Right] = {"oracle": all_right, "half": half_right, "wrong": none_right}
+RIGHT: dict[str, Right] = {
+    "oracle": lambda num_known, k: k,
+    "half": lambda num_known, k: 1 + num_known % (k - 1) if k > 1 else num_known % 2,  # 1 to k-1; of one, every second
+    "wrong": lambda num_known, k: 0,
+}
 
 
 @dataclass(frozen=True)
@@ -152,13 +132,11 @@ def run(options: argparse.Namespace) -> int:
     num_texts, num_tokens = sum(one.num_texts for one in results), sum(one.num_tokens for one in results)
     equal = f"equal: {len(cells)} cells, {num_texts} texts, {num_tokens} tokens"
     facts["outcome"] = f"NOT PROVED: {faults[0]}" if faults else equal
-    markdown = markdown_facts(facts) + "\n" + columns_table(COLUMNS, results)
-    print(markdown)
+    page = markdown_facts(facts) + "\n" + columns_table(COLUMNS, results)
+    record = {"facts": facts, "cells": [asdict(result) for result in results]}
+    publish("equivalence", options.out, page, record)
     for fault in faults:
         print(f"spaceserve eval: {fault}", file=sys.stderr)
-    if options.out is not None:
-        record = {"facts": facts, "cells": [asdict(result) for result in results]}
-        write_report(options.out, "equivalence", markdown, record)
     return 1 if faults else 0
 
 
@@ -255,14 +233,7 @@ class EquivalenceCheck:
         return None
 
 
-class TokensWithLogprobs(Protocol):
-    """Ids of a text with their log-probabilities."""
-
-    @property
-    def tokens(self) -> Sequence[int]: ...
-
-    @property
-    def logprobs(self) -> Sequence[pb.TokenLogprobs]: ...
+Text = CompletionOutput | ClientSequence  # ids with their log-probabilities
 
 
 def first_difference(ours: Sequence[object], wanted: Sequence[object]) -> int | None:
@@ -272,7 +243,7 @@ def first_difference(ours: Sequence[object], wanted: Sequence[object]) -> int | 
     return next((i for i, (a, b) in pairs if a != b), shorter)
 
 
-def describe_difference(at: int, ours: TokensWithLogprobs, plain: TokensWithLogprobs, *, start: int) -> str:
+def describe_difference(at: int, ours: Text, plain: Text, *, start: int) -> str:
     """Describe the ids that two texts, whose prompt has `start` ids, chose at index `at`, and the alternatives."""
     chosen = [text.tokens[at] if at < len(text.tokens) else None for text in (ours, plain)]
     words = f"First difference at position {start + at}: {chosen[0]}, plain decoding {chosen[1]}."

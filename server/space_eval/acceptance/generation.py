@@ -7,174 +7,26 @@ import platform
 import statistics
 import string
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
+from space_common.version import environment, machine
 from space_model.checkpoint import family
 from space_model.checkpoint.checkpoint import Checkpoint
-from space_model.loading.load_progress import show_load_progress_on_terminals
-from space_model.loading.whole_model import stream_model
+from space_model.loading.transformers_model import read_whole_model
 from space_model.model_error import CheckpointNotFound, InvalidSetting
 from space_model.model_facts import ModelFacts
 from space_model.space_model import SpaceModel
-from space_proto import worker_pb2 as pb
-from space_server.worker import Worker
 from tokenizers import Tokenizer
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from space_eval.data import Conversation
 from space_eval.flags import FlagError
-from space_eval.report import environment, machine
-
-
-@dataclass(frozen=True)
-class DecodeStep:
-    """One decode step of one sequence."""
-
-    tokens: tuple[int, ...]  # emitted: accepted drafts, then the bonus token
-    num_drafted: int
-    num_accepted: int
-
-
-@dataclass
-class CompletionOutput:
-    """The generation of one prompt."""
-
-    prompt_ids: list[int]
-    first: list[int] = field(default_factory=list)  # the prefill's token
-    steps: list[DecodeStep] = field(default_factory=list)
-    logprobs: list[pb.TokenLogprobs] = field(default_factory=list)  # of all emitted ids, if requested
-    finish: pb.Finish.ValueType = pb.FINISH_NONE
-    seconds: float = 0.0  # of all steps while this sequence ran
-    decode_seconds: float = 0.0  # of the steps after the prefill
-    num_rows: int = 0  # chain and mask rows of the decode steps, of the whole batch
-
-    @property
-    def tokens(self) -> list[int]:
-        """All emitted ids."""
-        return [*self.first, *(token for step in self.steps for token in step.tokens)]
-
-    @property
-    def num_decoded(self) -> int:
-        """Number of emitted ids without the prefill's token."""
-        return sum(len(step.tokens) for step in self.steps)
-
-
-class CompletionFailed(RuntimeError):
-    """The worker reported an error for a sequence, or stopped before it was finished."""
-
-
-@dataclass(frozen=True)
-class CompletionRequest:
-    """One text to complete."""
-
-    key: str  # name of its record
-    sample: int  # index of the text among those of the record
-    ids: Sequence[int]
-    sampling: pb.Sampling
-    num_logprobs: int | None = None  # most probable ids to report at each position; None: no log-probabilities
-
-
-def generate(
-    worker: Worker, prompts: Iterable[Sequence[int]], *, sampling: pb.Sampling, **limits: Any
-) -> Iterator[CompletionOutput]:
-    """Yield the completion of each prompt in turn, each alone in the batch; `limits` as for `complete`."""
-    for number, prompt in enumerate(prompts):
-        request = CompletionRequest("", number, prompt, sampling)
-        yield from (made for _, made in complete(worker, [request], max_sequences=1, **limits))
-
-
-def complete(
-    worker: Worker,
-    requests: Iterable[CompletionRequest],
-    *,
-    max_tokens: int,
-    max_draft_length: int,
-    eos_ids: Iterable[int] = (),
-    is_whole: Callable[[Sequence[int]], bool] = lambda ids: False,
-    max_sequences: int | None = None,
-    one_by_one: bool = False,
-) -> Iterator[tuple[CompletionRequest, CompletionOutput]]:
-    """Yield each request with its generation, running several at a time, in order of completion.
-
-    The worker's pages are divided evenly among `max_sequences` (default: the worker's limit), so that each sequence
-    has all its pages from the start and none pauses. `is_whole(ids)` gets the emitted ids after each step; if true,
-    the text ends. `one_by_one`: at most one request joins the batch per step. Sequence ids are 1, 2, 3, …
-    """
-    at_once = max_sequences or worker.max_sequences
-    share = worker.num_blocks // at_once
-    free = [range(n * share, (n + 1) * share) for n in range(at_once)]
-    limits = pb.Limits(max_tokens=max_tokens, eos_ids=list(eos_ids))
-    waiting = enumerate(requests, start=1)
-    running: dict[int, tuple[CompletionRequest, CompletionOutput, range]] = {}
-    released: dict[int, range] = {}
-    while True:
-        while free and (item := next(waiting, None)) is not None:
-            seq_id, request = item
-            pages = free.pop()
-            num_pages = -(-(len(request.ids) + max_tokens + max_draft_length + 1) // worker.block_size)
-            running[seq_id] = request, CompletionOutput(list(request.ids)), pages
-            worker.apply(
-                pb.Command(
-                    admit=pb.Admit(
-                        seq_id=seq_id,
-                        ids=request.ids,
-                        num_prompt=len(request.ids),
-                        pages=pages[:num_pages],
-                        sampling=request.sampling,
-                        limits=limits,
-                        max_draft_length=max_draft_length,
-                        want_logprobs=request.num_logprobs is not None,
-                        num_logprobs=request.num_logprobs or 0,
-                    )
-                )
-            )
-            if one_by_one:
-                break
-        if not running and not released:
-            return
-        started = time.perf_counter()
-        report = worker.step()
-        seconds = time.perf_counter() - started
-        if report is None:
-            raise CompletionFailed(f"{len(running)} sequences wait and the worker does nothing.")
-        for seq_id in report.released:
-            free.append(released.pop(seq_id))
-        if report.stepped:
-            for _, generation, _ in running.values():
-                generation.seconds += seconds
-        for sequence in report.sequences:
-            if sequence.seq_id not in running:
-                continue  # it was released in this step
-            request, generation, pages = running[sequence.seq_id]
-            _add(generation, sequence, report.stats, seconds)
-            if generation.finish != pb.FINISH_NONE or is_whole(generation.tokens):
-                del running[sequence.seq_id]
-                released[sequence.seq_id] = pages
-                worker.apply(pb.Command(release=pb.Release(seq_id=sequence.seq_id)))
-                yield request, generation
-
-
-def _add(generation: CompletionOutput, sequence: pb.SequenceReport, stats: pb.StepStats, seconds: float) -> None:
-    """Add a step's report on the sequence; the step took `seconds`."""
-    if sequence.finish == pb.FINISH_ERROR:
-        raise CompletionFailed(sequence.error)
-    if sequence.paused:
-        raise CompletionFailed("A sequence ran out of pages: give the worker more blocks.")
-    if sequence.decoded:
-        generation.decode_seconds += seconds
-        generation.num_rows += stats.chain_rows + stats.mask_rows
-        generation.steps.append(DecodeStep(tuple(sequence.tokens), sequence.num_drafted, sequence.num_accepted))
-    else:
-        generation.first.extend(sequence.tokens)
-    generation.logprobs.extend(sequence.logprobs)
-    generation.finish = sequence.finish
-
 
 PUNCTUATION_AND_SPACE = frozenset(string.punctuation + string.whitespace)
 
@@ -401,26 +253,8 @@ def _quiet() -> Iterator[None]:
 
 def _load(checkpoint: Checkpoint, facts: ModelFacts) -> PreTrainedModel:
     """Load the checkpoint with transformers in our model's dtype and on its device."""
-    try:
-        with _quiet():
-            config = family.read_config(checkpoint)
-            if checkpoint.gguf is not None:
-                model, _ = stream_model(checkpoint, config, facts.dtype, torch.device("cpu"), copies=True)
-            else:
-                show_load_progress_on_terminals()
-                model = AutoModelForCausalLM.from_pretrained(
-                    str(checkpoint.folder),
-                    config=config,
-                    dtype=facts.dtype,
-                    use_safetensors=True,
-                    trust_remote_code=False,
-                    local_files_only=True,
-                    key_mapping=family.key_mapping(checkpoint, config),
-                )
-    except (OSError, ValueError, RuntimeError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise FlagError(f"transformers cannot load {checkpoint.name}: {reason}") from error
-    loaded: PreTrainedModel = model.to(facts.device).eval()
+    with _quiet():
+        loaded: PreTrainedModel = read_whole_model(checkpoint, facts.dtype).to(facts.device).eval()
     loaded.requires_grad_(False)
     return loaded
 

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from space_common.repetition import is_looping
+from space_common.worker.completion import CompletionOutput, generate
 from space_model.checkpoint.checkpoint import Checkpoint
 from space_model.space_model import SpaceModel
 from space_proto import worker_pb2 as pb
 from space_server.speculation.controller import Controller, FixedLayout
 from space_server.worker import Worker
 
-from space_eval.acceptance.generation import CompletionOutput, generate
 from space_eval.report import Spread, ratio
 
 PLAIN = 0  # the k of plain decoding
@@ -39,12 +39,6 @@ class TimedAnswer:
     num_rows: int  # chain and mask rows of the decode steps
     seconds: tuple[float, ...]  # prefill and decode, of each run
     decode_seconds: tuple[float, ...]  # decode steps only, of each run
-
-    @classmethod
-    def parse(cls, record: Mapping[str, Any]) -> TimedAnswer:
-        """The inverse of `dataclasses.asdict`, after JSON."""
-        fields: dict[str, Any] = {n: tuple(value) if isinstance(value, list) else value for n, value in record.items()}
-        return cls(**fields)
 
     @classmethod
     def of(cls, made: Sequence[CompletionOutput]) -> TimedAnswer:

@@ -10,22 +10,24 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from space_common.http_client import Endpoint, HttpError, get_json, post_json
 from space_common.repetition import is_looping
 from tqdm import tqdm
 
 from space_eval.acceptance.paired_decoding import PLAIN, TextsDiffer
-from space_eval.bench.client import Endpoint, LoadError, get_json, post_json, read_api_key
 from space_eval.data import Conversation, load_conversations
-from space_eval.flags import EvalError, FlagError
+from space_eval.flags import EvalError, FlagError, read_api_key
 from space_eval.report import (
     Journal,
+    bootstrap,
     columns_table,
     facts,
     figure,
+    from_json,
     markdown_facts,
+    publish,
     ratio,
-    ratio_bounds,
-    write_report,
+    ratio_of_sums,
 )
 
 
@@ -48,11 +50,6 @@ class ServedAnswer:
     @property
     def key(self) -> tuple[float, int, int, int]:
         return self.temperature, self.max_drafts, self.conversation, self.turn
-
-    @classmethod
-    def parse(cls, record: Mapping[str, Any]) -> ServedAnswer:
-        """The inverse of `dataclasses.asdict`, after JSON."""
-        return cls(**{**record, "ids": tuple(record["ids"])})
 
 
 @dataclass(frozen=True)
@@ -102,7 +99,7 @@ def _bounds(answers: Sequence[ServedAnswer]) -> tuple[float, float]:
     for answer in answers:
         decoded, steps = by_conversation.get(answer.conversation, (0, 0))
         by_conversation[answer.conversation] = decoded + answer.num_decoded, steps + answer.num_steps
-    return ratio_bounds(list(by_conversation.values()))
+    return bootstrap(list(by_conversation.values()), statistic=ratio_of_sums)
 
 
 class ServedAcceptance:
@@ -119,11 +116,11 @@ class ServedAcceptance:
             )
         self._ks = (PLAIN, *sorted({min(k, most) for k in options.k} - {PLAIN}))
         file = None if options.out is None else options.out / "answers.jsonl"
-        self._journal = Journal(file, lambda line: ServedAnswer.parse(line).key)
+        self._journal = Journal(file, lambda line: from_json(ServedAnswer, line).key)
 
     @classmethod
     async def connect(cls, options: argparse.Namespace) -> ServedAcceptance:
-        """Read the facts of the server at --url. Raises LoadError, or FlagError if it takes no `speculation: k`."""
+        """Read the facts of the server at --url. Raises HttpError, or FlagError if it takes no `speculation: k`."""
         endpoint = Endpoint.parse(options.url, read_api_key(options.api_key_file))
         models = await get_json(endpoint, "/v1/models")
         return cls(endpoint, options, await get_json(endpoint, "/info"), str(models["data"][0]["id"]))
@@ -132,7 +129,7 @@ class ServedAcceptance:
         """Answer every turn of every conversation with every setting, `--at-once` conversations at a time. Answers in
         the journal of --out are kept.
 
-        Raises TextsDiffer if drafts change an answer, JournalError if --out holds another run, and LoadError.
+        Raises TextsDiffer if drafts change an answer, JournalError if --out holds another run, and HttpError.
         """
         prompts = hashlib.sha256(repr([conversation.turns for conversation in conversations]).encode()).hexdigest()
         settings = {"model": self.info["model_sha"], "prompts": prompts[:12]}
@@ -173,7 +170,7 @@ class ServedAcceptance:
                 key = (temperature, k, number, turn)
                 if key not in self._journal:
                     self._journal.add(asdict(await self._ask(question, key)))
-                answer = ServedAnswer.parse(self._journal[key])
+                answer = from_json(ServedAnswer, self._journal[key])
                 plain = plain or answer
                 if answer.ids != plain.ids or answer.text != plain.text:
                     raise TextsDiffer(
@@ -231,7 +228,7 @@ def run(options: argparse.Namespace) -> int:
     conversations = load_conversations(options.prompts, options.limit)
     try:
         info, answers = asyncio.run(_measured(options, conversations))
-    except LoadError as error:
+    except HttpError as error:
         raise EvalError(str(error)) from error
     except TextsDiffer as error:
         print(f"spaceserve eval acceptance: {error}", file=sys.stderr)
@@ -243,9 +240,7 @@ def run(options: argparse.Namespace) -> int:
         "at once": options.at_once,
     }
     page = markdown_facts(known) + "\n" + columns_table(COLUMNS, rows)
-    print(page)
-    if options.out is not None:
-        write_report(options.out, "acceptance", page, {"facts": known, "rows": [asdict(row) for row in rows]})
+    publish("acceptance", options.out, page, {"facts": known, "rows": [asdict(row) for row in rows]})
     return 0
 
 

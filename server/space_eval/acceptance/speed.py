@@ -35,8 +35,8 @@ from space_eval.acceptance.paired_decoding import (
 )
 from space_eval.data import built_in, load_prompts
 from space_eval.flags import FlagError, given
-from space_eval.plots import Bar, PlotError, bar_plot
-from space_eval.report import Spread, columns_table, markdown_facts, ratio, write_report
+from space_eval.plots import Bar, bar_plot
+from space_eval.report import Spread, columns_table, markdown_facts, publish, ratio
 
 
 def run(options: argparse.Namespace) -> int:
@@ -52,14 +52,9 @@ def run(options: argparse.Namespace) -> int:
     except TextsDiffer as error:
         print(f"spaceserve eval speed: {error}", file=sys.stderr)
         return 1
-    print(to_markdown(rows, others, facts))
-    if options.out is not None:
-        files = write_speed(options.out, rows, others, facts)
-        print(f"spaceserve eval speed: wrote {', '.join(map(str, files))}", file=sys.stderr)
-        try:
-            draw(options.out / "speed.png", rows, others, facts)
-        except PlotError as error:
-            print(f"spaceserve eval speed: no figure: {error}", file=sys.stderr)
+    page = to_markdown(rows, others, facts)
+    record = {"facts": facts, "rows": list(map(asdict, rows)), "rivals": list(map(asdict, others))}
+    publish("speed", options.out, page, record, lambda: [draw(options.out / "speed.png", rows, others, facts)])
     return 0
 
 
@@ -291,15 +286,7 @@ def size(num_bytes: int) -> str:
     return f"{value:.1f} {unit}"
 
 
-def write_speed(
-    folder: Path, rows: Sequence[SpeedRow], others: Sequence[MethodRow], facts: Mapping[str, object]
-) -> list[Path]:
-    """Write speed.json and speed.md."""
-    record = {"facts": facts, "rows": list(map(asdict, rows)), "rivals": list(map(asdict, others))}
-    return write_report(folder, "speed", to_markdown(rows, others, facts), record)
-
-
-def draw(path: Path, rows: Sequence[SpeedRow], others: Sequence[MethodRow], facts: Mapping[str, object]) -> None:
+def draw(path: Path, rows: Sequence[SpeedRow], others: Sequence[MethodRow], facts: Mapping[str, object]) -> Path:
     """Draw the speed-ups as bars. Raises PlotError without matplotlib."""
     series: dict[str, dict[str, float | Bar]] = {}
     for row in rows:
@@ -311,4 +298,4 @@ def draw(path: Path, rows: Sequence[SpeedRow], others: Sequence[MethodRow], fact
             kind, _, draft = other.name.partition(":")
             series.setdefault("transformers", {})[f"{kind}\n{Path(draft).name}" if draft else kind] = bar
     note = f"{facts.get('model', '')}: {facts.get('machine', '')}"
-    bar_plot(path, series, title="Over plain decoding", y="times as fast", level=1.0, note=note)
+    return bar_plot(path, series, title="Over plain decoding", y="times as fast", level=1.0, note=note)

@@ -9,7 +9,9 @@ from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from space_eval.bench.client import Endpoint, LoadError, get_json, joules, parsed, post_json, stream_events
+from space_common.http_client import Endpoint, HttpError, get_json, parsed, post_json, stream_events
+
+from space_eval.bench.meters import joules
 
 
 @dataclass(frozen=True)
@@ -133,7 +135,7 @@ class Arm:
         return merged(body, self.fields)
 
     async def answer(self, request: LoadRequest, salt: str | None, exchange: Exchange, begun: float) -> None:
-        """Fill `exchange` from the stream; `begun`: event-loop time at which the request began. Raises LoadError."""
+        """Fill `exchange` from the stream; `begun`: event-loop time at which the request began. Raises HttpError."""
         clock = asyncio.get_running_loop().time
         exchange.late = clock() - begun
         try:
@@ -144,8 +146,8 @@ class Arm:
                         last = event == b"[DONE]" or self.api.read(parsed(event), exchange, now)
                         exchange.finished = exchange.finished or last
             if not exchange.finished or not exchange.events:
-                raise LoadError("The stream ended without its last event.")
-        except LoadError as error:
+                raise HttpError("The stream ended without its last event.")
+        except HttpError as error:
             exchange.finished = False
             exchange.error = "broken" if error.status is None else str(error.status)
             raise
@@ -176,7 +178,7 @@ class OpenAI:
         return {"return_token_ids": True, "ignore_eos": arm.ignore_eos, **_without_none(given)}
 
     def read(self, value: Mapping[str, Any], exchange: Exchange, seconds: float) -> bool:
-        """Record an event `seconds` after the start. Return True if it is the last one. Raises LoadError."""
+        """Record an event `seconds` after the start. Return True if it is the last one. Raises HttpError."""
         _raise_error(value)
         for choice in value.get("choices") or ():
             text = (choice.get("delta") or {}).get("content") if self.chat else choice.get("text")
@@ -235,16 +237,16 @@ APIS: Mapping[str, LoadApi] = {
 
 
 async def find(arm: Arm) -> tuple[Arm, dict[str, Any]]:
-    """Return the arm completed from its server's reports, and its /info (empty if none). Raises LoadError."""
+    """Return the arm completed from its server's reports, and its /info (empty if none). Raises HttpError."""
     try:
         info = await get_json(arm.endpoint, "/info")
-    except LoadError as error:
+    except HttpError as error:
         if error.status is None:
             raise
         info = {}
     if info.get("router") == "spaceserve":
         if (window := info.get("max_total_tokens")) is None:
-            raise LoadError(f"{arm.name} is not ready: it does not know its model yet.")
+            raise HttpError(f"{arm.name} is not ready: it does not know its model yet.")
         found = replace(
             arm,
             is_spaceserve=True,
@@ -257,14 +259,14 @@ async def find(arm: Arm) -> tuple[Arm, dict[str, Any]]:
     if model is None and arm.api.name != "tgi":
         listed = (await get_json(arm.endpoint, "/v1/models")).get("data") or []
         if not listed:
-            raise LoadError("/v1/models lists no model. Give its name with --served-model.")
+            raise HttpError("/v1/models lists no model. Give its name with --served-model.")
         model = str(listed[0]["id"])
     arm = replace(arm, model=model, speculation=None)
     for probed in (arm, replace(arm, usage=False)):  # some servers reject `stream_options`
         try:
             await probed.answer(LoadRequest(0, "Hello", 1), None, Exchange(), asyncio.get_running_loop().time())
             break
-        except LoadError as error:
+        except HttpError as error:
             if error.status not in (400, 422) or not probed.usage:
                 raise
     return probed, info or {"model_id": model}
@@ -275,7 +277,7 @@ async def token_ids(endpoint: Endpoint, text: str) -> list[int] | None:
     for body in ({"prompt": text, "add_special_tokens": False}, {"inputs": text}):
         try:
             answer = await post_json(endpoint, "/tokenize", body)
-        except LoadError as error:
+        except HttpError as error:
             if error.status is None:
                 raise
             continue
@@ -302,4 +304,4 @@ def _without_none(fields: Mapping[str, Any]) -> dict[str, Any]:
 def _raise_error(value: Mapping[str, Any]) -> None:
     if error := value.get("error"):
         message = error.get("message") if isinstance(error, dict) else error
-        raise LoadError(f"The stream ended with an error: {message}")
+        raise HttpError(f"The stream ended with an error: {message}")

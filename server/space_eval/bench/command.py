@@ -18,17 +18,16 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from space_common.process import cpu_seconds
+from space_common.http_client import Endpoint, HttpError
+from space_common.process import ServerError, ServerProcess, cpu_seconds
 
 from space_eval.bench.arms import APIS, Arm, find, token_ids
-from space_eval.bench.client import Endpoint, LoadError, read_api_key
 from space_eval.bench.options import BenchSettings, parse
 from space_eval.bench.report import BenchResult, draw, markdown, record, summarize, synthetic_acceptance_label, table
 from space_eval.bench.rounds import LoadRun, Round
-from space_eval.bench.server_process import ServerError, ServerProcess
 from space_eval.bench.workload import Recorded, Workload, load_recorded
 from space_eval.data import built_in, long_text
-from space_eval.flags import EvalError, FlagError
+from space_eval.flags import EvalError, FlagError, read_api_key
 from space_eval.plots import PlotError
 from space_eval.report import facts
 
@@ -77,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except EvalError as error:
         _log(str(error))
         return 2
-    except (LoadError, ServerError) as error:
+    except (HttpError, ServerError) as error:
         _log(str(error))
         return 1
     _report(settings, serve_flags, starts)
@@ -116,7 +115,7 @@ def targets(settings: BenchSettings, serve_flags: Sequence[str], stack: ExitStac
 
 
 async def find_arms(settings: BenchSettings, servers: Sequence[Target]) -> tuple[list[Arm], dict[str, dict[str, Any]]]:
-    """Return the arms in order, and their servers' /info by name. Raises LoadError, FlagError.
+    """Return the arms in order, and their servers' /info by name. Raises HttpError, FlagError.
 
     A single spaceserve gives several arms: plain, with a control plain again, and each speculation setting.
     """

@@ -12,7 +12,7 @@ from typing import Any
 from space_server.speculation.synthetic_acceptance import label
 
 from space_eval.bench.arms import Arm
-from space_eval.bench.client import JOULES_PER_KWH, DraftSample
+from space_eval.bench.meters import JOULES_PER_KWH, DraftSample
 from space_eval.bench.options import BenchSettings, Limits
 from space_eval.bench.rounds import PrefixIsolation, Round, num_identical
 from space_eval.bench.workload import Closed, LoadShape, Open, Swing
@@ -386,11 +386,8 @@ def half_ratios(swing: Swing, mine: Sequence[Round], others: Sequence[Round]) ->
 def _tokens(swing: Swing, one: Round) -> tuple[int, int]:
     """Return the tokens in the low and in the high halves."""
     counts = [0, 0]
-    for exchange in one.exchanges:
-        for event in exchange.events:
-            at = exchange.started + event.seconds
-            if at <= one.seconds:
-                counts[int(at / swing.period) % 2] += event.num_tokens
+    for at, num_tokens in one.arrivals:
+        counts[int(at / swing.period) % 2] += num_tokens
     return counts[0], counts[1]
 
 

@@ -11,19 +11,11 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from space_common.http_client import Endpoint, HttpError
 from tqdm import tqdm
 
 from space_eval.bench.arms import Arm, Exchange, LoadRequest
-from space_eval.bench.client import (
-    POWER_SECONDS,
-    DraftMeter,
-    DraftSample,
-    Endpoint,
-    LoadError,
-    PowerMeter,
-    idle,
-    polled,
-)
+from space_eval.bench.meters import POWER_SECONDS, DraftMeter, DraftSample, PowerMeter, idle, polled
 from space_eval.bench.options import BenchSettings
 from space_eval.bench.workload import Closed, LoadShape, Open, Swing, Workload
 
@@ -43,14 +35,17 @@ class Round:
     start: int = 0  # number of the servers' start
 
     @property
+    def arrivals(self) -> Iterator[tuple[float, int]]:
+        """Seconds after the start, and tokens, of each event until the end."""
+        for exchange in self.exchanges:
+            for event in exchange.events:
+                if (at := exchange.started + event.seconds) <= self.seconds:
+                    yield at, event.num_tokens
+
+    @property
     def num_tokens(self) -> int:
         """Tokens that arrived before the end."""
-        return sum(
-            event.num_tokens
-            for exchange in self.exchanges
-            for event in exchange.events
-            if exchange.started + event.seconds <= self.seconds
-        )
+        return sum(num_tokens for _, num_tokens in self.arrivals)
 
     @property
     def num_finished(self) -> int:
@@ -95,11 +90,9 @@ class Round:
     def timeline(self, width: float) -> list[float]:
         """Return the tokens per second in each interval of `width` seconds; an incomplete last one is dropped."""
         counts = [0] * int(self.seconds / width + 1e-9)
-        for exchange in self.exchanges:
-            for event in exchange.events:
-                place = int((exchange.started + event.seconds) / width)
-                if place < len(counts):
-                    counts[place] += event.num_tokens
+        for at, num_tokens in self.arrivals:
+            if (place := int(at / width)) < len(counts):
+                counts[place] += num_tokens
         return [count / width for count in counts]
 
 
@@ -114,7 +107,7 @@ async def run_round(
     cpu_seconds: CpuCounter = dict,
     on_done: Callable[[], object] = lambda: None,
 ) -> Round:
-    """Run `requests` in `shape`, or for `seconds`. Raises LoadError if one fails and `shape` does not tolerate it.
+    """Run `requests` in `shape`, or for `seconds`. Raises HttpError if one fails and `shape` does not tolerate it.
 
     `poll_seconds`: interval of polling draft lengths. `on_done` is called after each request.
     """
@@ -139,7 +132,7 @@ async def run_round(
         taken = clock() - begun
     if not any(exchange.events for exchange in exchanges):
         failed = {exchange.error for exchange in exchanges}
-        raise LoadError(f"{arm.name}: none of {len(exchanges)} requests was answered ({', '.join(map(str, failed))}).")
+        raise HttpError(f"{arm.name}: none of {len(exchanges)} requests was answered ({', '.join(map(str, failed))}).")
     cpu_after = cpu_seconds()
     shares = {name: (cpu_after[name] - used) / taken for name, used in cpu_before.items()}
     return Round(arm.name, taken, exchanges, shares, drafts.samples, power.watts)
@@ -205,7 +198,7 @@ class LoadRun:
         self._answered = PlainAnswers()
 
     async def measure(self) -> list[list[list[Round]]]:
-        """Return [shape][round][arm]. Raises LoadError."""
+        """Return [shape][round][arm]. Raises HttpError."""
         settings, arms = self.settings, self.arms
         per_arm = [
             settings.warm_up_of(shape) + settings.num_rounds * (settings.requests_of(shape) or 0)

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+from space_common.http_client import HttpError
+
 from space_eval.bench.arms import LoadRequest
-from space_eval.bench.client import LoadError
 from space_eval.data import FIELDS, json_lines, load_prompts, text_of
 from space_eval.flags import RecordError
 
@@ -220,7 +221,7 @@ class Closed:
         return self.num_streams
 
     async def run(self, requests: Iterator[LoadRequest], send: Send, seconds: float | None) -> None:
-        """Run until `requests` are done, or for `seconds`, then cancel running requests. Raises LoadError."""
+        """Run until `requests` are done, or for `seconds`, then cancel running requests. Raises HttpError."""
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds), _first_failure(), asyncio.TaskGroup() as group:
                 for _ in range(self.num_streams):
@@ -246,7 +247,7 @@ class Open:
         begun = clock()
 
         async def send_one(request: LoadRequest) -> None:
-            with suppress(LoadError):  # recorded in its exchange
+            with suppress(HttpError):  # recorded in its exchange
                 await send(request, request.arrival)
 
         async with asyncio.TaskGroup() as group:

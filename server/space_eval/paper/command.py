@@ -6,7 +6,6 @@ import argparse
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from space_common import default_model
 from space_model.loading.load import load_model
@@ -25,7 +24,7 @@ from space_eval.paper.protocol import (
     template_of,
     weights_digest,
 )
-from space_eval.paper.table import PaperRow, TaskQuality
+from space_eval.paper.table import PaperRow
 from space_eval.paper.tasks import (
     FAMILIES,
     PUBLISHED,
@@ -33,14 +32,13 @@ from space_eval.paper.tasks import (
     TEMPLATE,
     PaperTask,
     PromptFamily,
-    PublishedModel,
     family_of,
     load_questions,
     place_and_split,
     published_for,
 )
-from space_eval.plots import PlotError
 from space_eval.quality.humaneval import REFUSAL, CodingProblem, load_problems
+from space_eval.report import publish
 
 
 @dataclass(frozen=True)
@@ -102,7 +100,11 @@ def run(options: argparse.Namespace) -> int:
         except KeyboardInterrupt:
             interrupted = True
         if measured:
-            quality = _score(task, measured, problems.get(task.name, {}), chat=family.is_chat, pass_at=options.pass_at)
+            quality = table.quality_by_reference(task, measured)
+            if own := problems.get(task.name):
+                with tqdm(total=len(measured), desc="tests", unit="problem", file=sys.stderr, disable=None) as bar:
+                    how = {"chat": family.is_chat, "k": options.pass_at, "progress": bar.update}
+                    quality = table.pass_quality(measured, own, **how)
             rows.append(table.summarise(task, measured, len(asked), quality, published))
         if interrupted:
             _print("interrupted; the same command goes on where it was")
@@ -110,7 +112,8 @@ def run(options: argparse.Namespace) -> int:
             break
     facts["new tokens"] = options.max_tokens
     if rows:
-        _report(options.out, rows, facts, published)
+        page, record = table.to_markdown(rows, facts, published), table.record(rows, facts, published)
+        publish("paper", options.out, page, record, lambda: table.draw(options.out, rows, facts, published))
     differing = sum(row.num_answers - row.num_identical for row in rows)
     if differing:
         _print(f"{differing} answers differ between SPACE and plain decoding: on a CPU that is a fault, on a GPU a tie")
@@ -171,34 +174,6 @@ def _problems(task: PaperTask, source: str) -> dict[str, CodingProblem]:
         return {problem.task_id: problem for problem in load_problems(place_and_split(source)[0])}
     except RecordError as error:
         raise FlagError(f"{task.title}: {error} Or leave out pass@K with --no-execution.") from error
-
-
-def _score(
-    task: PaperTask,
-    measured: Sequence[MeasuredQuestion],
-    problems: Mapping[str, CodingProblem],
-    *,
-    chat: bool,
-    pass_at: int,
-) -> TaskQuality | None:
-    if task.quality == "ROUGE-L":
-        return table.rouge_quality(measured)
-    if task.quality == "exact match":
-        return table.exact_match_quality(measured)
-    if not problems:
-        return None
-    with tqdm(total=len(measured), desc="tests", unit="problem", file=sys.stderr, disable=None) as bar:
-        return table.pass_quality(measured, problems, chat=chat, k=pass_at, progress=bar.update)
-
-
-def _report(folder: Path, rows: Sequence[PaperRow], facts: Mapping[str, object], published: PublishedModel) -> None:
-    print(table.to_markdown(rows, facts, published))
-    files = table.write_paper(folder, rows, facts, published)
-    try:
-        files += table.draw(folder, rows, facts, published)
-    except PlotError as error:
-        _print(f"no figure: {error}")
-    _print(f"wrote {', '.join(map(str, files))}")
 
 
 def parse_tasks(text: str) -> list[PaperTask]:

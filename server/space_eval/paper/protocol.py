@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 from space_eval.acceptance.generation import load_chat_template, text_behind
 from space_eval.acceptance.paired_decoding import PLAIN, PairedDecoder, TimedAnswer
 from space_eval.paper.tasks import TEMPLATE, PaperTask, PromptFamily, Question
-from space_eval.report import Journal
+from space_eval.report import Journal, from_json
 
 
 def template_of(model: str) -> PromptFamily | None:
@@ -44,9 +44,8 @@ class Turn:
     @classmethod
     def parse(cls, record: Mapping[str, Any]) -> Turn:
         """The inverse of `dataclasses.asdict`, after JSON."""
-        answers = {
-            name: TimedAnswer.parse(record[name]) for name in ("plain", "space", "base") if record[name] is not None
-        }
+        names = [name for name in ("plain", "space", "base") if record[name] is not None]
+        answers = {name: from_json(TimedAnswer, record[name]) for name in names}
         return cls(**{**record, **answers})
 
 

@@ -14,7 +14,7 @@ from space_eval.paper.tasks import PaperTask, PublishedFigure, PublishedModel
 from space_eval.plots import Bar, bar_plot
 from space_eval.quality.humaneval import CodingProblem, check, pass_at_k
 from space_eval.quality.scores import rouge_l
-from space_eval.report import Spread, columns_table, markdown_facts, write_report
+from space_eval.report import Spread, columns_table, markdown_facts
 
 
 @dataclass(frozen=True)
@@ -32,14 +32,26 @@ class TaskQuality:
         return self.model > 0 or (self.base or 0) > 0
 
 
-def rouge_quality(measured: Sequence[MeasuredQuestion]) -> TaskQuality:
-    """Return mean ROUGE-L (F-measure) against the questions' references."""
-    return _mean("ROUGE-L", measured, rouge_l)
+def quality_by_reference(task: PaperTask, measured: Sequence[MeasuredQuestion]) -> TaskQuality | None:
+    """Return the mean score of the answers against the questions' references, or None for a task without any: ROUGE-L
+    (F-measure), or whether the last number is the reference's."""
+    if task.quality not in SCORES:
+        return None
+    score = SCORES[task.quality]
+    ours = [score(one.question.reference, one.turns[-1].text) for one in measured]
+    bases = [score(one.question.reference, one.turns[-1].base_text) for one in measured if one.turns[-1].base]
+    return TaskQuality(task.quality, statistics.fmean(ours), statistics.fmean(bases) if bases else None, len(ours))
 
 
-def exact_match_quality(measured: Sequence[MeasuredQuestion]) -> TaskQuality:
-    """Return the share of answers whose last number is the reference's."""
-    return _mean("exact match", measured, lambda reference, text: float(_last_number(text) == _last_number(reference)))
+def _last_number(text: str) -> float | None:
+    found = re.findall(r"-?\d[\d,]*(?:\.\d+)?", text)
+    return float(found[-1].replace(",", "")) if found else None
+
+
+SCORES: Mapping[str, Callable[[str, str], float]] = {
+    "ROUGE-L": rouge_l,
+    "exact match": lambda reference, text: float(_last_number(text) == _last_number(reference)),
+}
 
 
 def pass_quality(
@@ -74,17 +86,6 @@ def pass_quality(
     return TaskQuality(f"pass@{k}", statistics.fmean(ours), statistics.fmean(bases) if bases else None, len(ours))
 
 
-def _mean(name: str, measured: Sequence[MeasuredQuestion], score: Callable[[str, str], float]) -> TaskQuality:
-    ours = [score(one.question.reference, one.turns[-1].text) for one in measured]
-    bases = [score(one.question.reference, one.turns[-1].base_text) for one in measured if one.turns[-1].base]
-    return TaskQuality(name, statistics.fmean(ours), statistics.fmean(bases) if bases else None, len(ours))
-
-
-def _last_number(text: str) -> float | None:
-    found = re.findall(r"-?\d[\d,]*(?:\.\d+)?", text)
-    return float(found[-1].replace(",", "")) if found else None
-
-
 @dataclass(frozen=True, kw_only=True)
 class PaperRow(PairedFigures):
     """One task, SPACE against plain decoding of the same weights."""
@@ -102,10 +103,6 @@ class PaperRow(PairedFigures):
     quality: TaskQuality | None
     published: PublishedFigure | None
     categories: Mapping[str, float]  # tokens per step by category, if the task has categories
-
-    @property
-    def is_whole(self) -> bool:
-        return self.num_questions == self.num_asked
 
 
 def summarise(
@@ -143,7 +140,7 @@ def summarise(
 
 COLUMNS: Sequence[tuple[str, Callable[[PaperRow], str]]] = (
     ("task", lambda row: row.title),
-    ("questions", lambda row: str(row.num_questions) if row.is_whole else f"{row.num_questions} of {row.num_asked}"),
+    ("questions", lambda row: f"{row.num_questions}" + f" of {row.num_asked}" * (row.num_questions < row.num_asked)),
     ("tokens/step", lambda row: f"{row.tokens_per_step:.2f}"),
     ("not looping", lambda row: f"{row.tokens_per_step_not_looping:.2f}"),
     ("published", lambda row: "–" if row.published is None else f"{row.published.tokens_per_step:.2f}"),
@@ -191,12 +188,9 @@ NOTES = """
 """
 
 
-def write_paper(
-    folder: Path, rows: Sequence[PaperRow], facts: Mapping[str, object], published: PublishedModel
-) -> list[Path]:
-    """Write paper.json and paper.md."""
-    record = {"facts": facts, "published": asdict(published), "rows": [asdict(row) for row in rows]}
-    return write_report(folder, "paper", to_markdown(rows, facts, published), record)
+def record(rows: Sequence[PaperRow], facts: Mapping[str, object], published: PublishedModel) -> dict[str, object]:
+    """Return the content of paper.json."""
+    return {"facts": facts, "published": asdict(published), "rows": [asdict(row) for row in rows]}
 
 
 def draw(folder: Path, rows: Sequence[PaperRow], facts: Mapping[str, object], published: PublishedModel) -> list[Path]:

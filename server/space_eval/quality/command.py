@@ -10,20 +10,19 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 
-import torch
+from space_common.worker.completion import CompletionFailed
 from space_model.checkpoint.checkpoint import Checkpoint
 from space_model.model_error import ModelError
 from tqdm import tqdm
 
-from space_eval.acceptance.generation import CompletionFailed, torch_facts
+from space_eval.acceptance.generation import torch_facts
 from space_eval.flags import EvalError, FlagError, JournalError, given
-from space_eval.plots import PlotError
 from space_eval.quality import humaneval
 from space_eval.quality.humaneval import REFUSAL, ExecutionResult
 from space_eval.quality.model import QualityModel, WritingSettings
 from space_eval.quality.scores import draw, generation_facts, rows_of, to_markdown
 from space_eval.quality.tasks import Answer, HumanEval, Perplexity, Summarise, open_answers
-from space_eval.report import check_settings, write_report
+from space_eval.report import check_settings, publish
 
 QualityTask = HumanEval | Summarise | Perplexity
 
@@ -78,7 +77,7 @@ def _measure(options: argparse.Namespace) -> int:
     found: dict[str, dict[str, list[Answer]]] = {task.name: {} for task in tasks}
     facts: dict[str, object] = {}
     for label, path in paths.items():
-        chosen = given(options, "dtype", "num_threads") | {"device": _device(options.device)}
+        chosen = given(options, "dtype", "num_threads", "device")
         model = QualityModel(label, path, weights=weights[label], kv_dtype=kv_dtypes[label], **chosen)
         speculate = label == "model" and model.model.facts.most_masks > 0
         on_cpu = model.model.facts.device.type == "cpu"
@@ -118,14 +117,8 @@ def _measure(options: argparse.Namespace) -> int:
         rows += rows_of(task.name, scores["model"], scores.get("base"))
         details[task.name] = {label: generation_facts(answers) for label, answers in sides.items()}
     page = to_markdown(facts, rows, details)
-    print(page)
-    if options.out is not None:
-        record = {"facts": facts, "rows": [asdict(row) for row in rows], "details": details}
-        write_report(options.out, "quality", page, record)
-        try:
-            draw(options.out / "quality.png", rows)
-        except PlotError as error:
-            print(f"no quality.png: {error}", file=sys.stderr)
+    record = {"facts": facts, "rows": [asdict(row) for row in rows], "details": details}
+    publish("quality", options.out, page, record, lambda: [draw(options.out / "quality.png", rows)])
     return 0
 
 
@@ -183,10 +176,6 @@ def _fingerprint(path: str) -> dict[str, object]:
     files = sorted({*checkpoint.folder.glob("*.safetensors"), *checkpoint.weights})
     stats = [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files]
     return {"model": path, "hash": checkpoint.model_hash(), "files": stats}
-
-
-def _device(name: str) -> str:
-    return name if name != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def _digest(source: str) -> str:

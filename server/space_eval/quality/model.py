@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from space_common.repetition import is_looping
+from space_common.worker.completion import CompletionOutput, CompletionRequest, complete
 from space_model.checkpoint.checkpoint import Checkpoint
 from space_model.loading.load import load_model
 from space_model.space_model import SpaceModel
@@ -18,7 +19,7 @@ from space_server.worker import Worker
 from tqdm import tqdm
 from transformers import AutoTokenizer
 
-from space_eval.acceptance.generation import CompletionOutput, CompletionRequest, complete, text_behind
+from space_eval.acceptance.generation import text_behind
 from space_eval.flags import FlagError
 from space_eval.quality.perplexity import PerplexityMeter
 from space_eval.quality.tasks import Answer, Answers, Perplexity, TaskPrompt, WritingTask

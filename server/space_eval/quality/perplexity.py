@@ -36,11 +36,6 @@ class TextScore:
     num_bytes: int  # UTF-8 bytes of the counted tokens
 
     @property
-    def perplexity(self) -> float:
-        """Perplexity per token; comparable only between models with the same tokenizer."""
-        return math.exp(self.nats / self.num_tokens)
-
-    @property
     def bits_per_byte(self) -> float:
         """Bits per byte; comparable between any two models."""
         return self.nats / math.log(2) / self.num_bytes

@@ -28,7 +28,7 @@ def words(text: str) -> list[str]:
 def rouge_l(reference: str, candidate: str) -> float:
     """Return the F-measure of the longest common subsequence of both texts' words, 0 to 1."""
     wanted, given = words(reference), words(candidate)
-    return _f_measure(_lcs_length(wanted, given), len(wanted), len(given))
+    return _f_measure(len(_lcs_positions(wanted, given)), len(wanted), len(given))
 
 
 def rouge_l_sum(reference: str, candidate: str) -> float:
@@ -50,23 +50,6 @@ def rouge_l_sum(reference: str, candidate: str) -> float:
 def _f_measure(num_common: int, num_wanted: int, num_given: int) -> float:
     """Return the harmonic mean of recall (common / wanted) and precision (common / given)."""
     return 2 * num_common / (num_wanted + num_given) if num_common else 0.0
-
-
-def _lcs_length(a: Sequence[str], b: Sequence[str]) -> int:
-    """Return the length of the longest common subsequence, by len(a) additions of integers of len(b) bits.
-
-    Bit j of `row` is 0 where the common subsequence of a[:i] and b[:j+1] is one longer than of a[:i] and b[:j]
-    (Hyyrö 2004).
-    """
-    where: dict[str, int] = {}
-    for at, word in enumerate(b):
-        where[word] = where.get(word, 0) | 1 << at
-    all_bits = (1 << len(b)) - 1
-    row = all_bits
-    for word in a:
-        matches = row & where.get(word, 0)
-        row = (row + matches | row & ~matches) & all_bits
-    return len(b) - row.bit_count()
 
 
 def _lcs_positions(reference: Sequence[str], candidate: Sequence[str]) -> list[int]:
@@ -226,27 +209,17 @@ class ScoreRow:
 
 def rows_of(task: str, model: Sequence[Score], base: Sequence[Score] | None) -> list[ScoreRow]:
     """Return rows of the scores both models have, or of the model's without a base."""
-    if base is None:
-        return [
-            ScoreRow(
-                task,
-                score.name,
-                len(score.parts),
-                interval(score),
-                base=None,
-                difference=None,
-                finding="" if score.has_signal else ComparisonOutcome.NO_SIGNAL.value,
-            )
-            for score in model
-        ]
-    others = {score.name: score for score in base}
+    others = None if base is None else {score.name: score for score in base}
     rows = []
     for score in model:
-        if (other := others.get(score.name)) is not None:
+        ours = interval(score)
+        if others is None:
+            finding = "" if score.has_signal else ComparisonOutcome.NO_SIGNAL.value
+            rows.append(ScoreRow(task, score.name, len(score.parts), ours, None, None, finding))
+        elif (other := others.get(score.name)) is not None:
             found = compare(score, other)
-            ours, theirs = interval(score), interval(other)
-            difference, finding = found.difference, found.finding.value
-            rows.append(ScoreRow(task, score.name, found.num_records, ours, theirs, difference, finding))
+            beside = interval(other), found.difference, found.finding.value
+            rows.append(ScoreRow(task, score.name, found.num_records, ours, *beside))
     return rows
 
 
@@ -294,7 +267,7 @@ def to_markdown(
     return "\n".join(lines)
 
 
-def draw(path: Path, rows: Sequence[ScoreRow]) -> None:
+def draw(path: Path, rows: Sequence[ScoreRow]) -> Path:
     """Draw the main scores with their intervals. Raises PlotError without scores or without matplotlib."""
     shown = [row for row in rows if row.score in {"pass@1", "pass@10", "pass@100", "ROUGE-L", "bits per byte"}]
     if not shown:
@@ -302,7 +275,7 @@ def draw(path: Path, rows: Sequence[ScoreRow]) -> None:
     bars = {"model": {f"{row.task}\n{row.score}": _bar(row.model) for row in shown}}
     if any(row.base for row in shown):
         bars["base"] = {f"{row.task}\n{row.score}": _bar(row.base) for row in shown if row.base}
-    bar_plot(path, bars, title="Quality", y="score", digits=3, note="95 % intervals over records")
+    return bar_plot(path, bars, title="Quality", y="score", digits=3, note="95 % intervals over records")
 
 
 def _bar(found: ConfidenceInterval) -> Bar:

@@ -256,33 +256,35 @@ def write_texts(
 ) -> Iterator[list[UnfinishedText]]:
     """Yield, after every step, the texts that it finished, in FIFO order of admission. Each text is admitted with all
     its pages, so that no running text waits for pages. Raises TextFailed or WorkerLost."""
-    hello, waiting = worker.hello, deque(texts)
+    hello = worker.hello
     client = WorkerClient(
         worker, max_prefill_rows=MAX_PREFILL_ROWS, max_draft_length=hello.max_draft_length, keeps_reports=False
     )
-    running: dict[int, UnfinishedText] = {}
-    while running or waiting:
-        while waiting and len(running) < hello.max_sequences:
-            num_blocks = ends.num_blocks(waiting[0].prompt, hello)
-            if num_blocks > len(client.free):
-                break
-            text = waiting.popleft()
-            banned = [pb.IdRun(ids=[id_]) for id_ in ends.banned_ids]
+    limits = pb.Limits(max_tokens=ends.max_tokens, eos_ids=ends.eos_ids)
+    banned = [pb.IdRun(ids=[id_]) for id_ in ends.banned_ids]
+
+    def asked() -> Iterator[ClientSequence]:
+        for text in texts:
             sampling = pb.Sampling(seed=text.seed, temperature=text.temperature, bad_words=banned)
-            limits = pb.Limits(max_tokens=ends.max_tokens, eos_ids=ends.eos_ids)
             request = SequenceRequest(text.prompt, sampling, limits, max_draft_length=hello.max_draft_length)
-            running[client.submit(ClientSequence(request, text.output), num_pages=num_blocks).seq_id] = text
-        if (report := client.step()) is None:
+            yield ClientSequence(request, text.output, key=text)
+
+    def num_pages(sequence: ClientSequence) -> int:
+        return ends.num_blocks(sequence.request.prompt, hello)
+
+    for report, _ in client.run_in_turn(asked(), num_pages, at_once=hello.max_sequences):
+        if report is None:
             continue
         counts.count(report)
         ended = []
         for part in report.sequences:
+            if part.finish == pb.FINISH_NONE:
+                continue
+            text: UnfinishedText = client.running[part.seq_id].key
             if part.finish == pb.FINISH_ERROR:
-                text = running[part.seq_id]
                 raise TextFailed(f"The text of seed {text.seed} ({len(text.prompt)} prompt ids) failed: {part.error}")
-            if part.finish != pb.FINISH_NONE:
-                client.release(part.seq_id)
-                ended.append(running.pop(part.seq_id))
+            client.release(part.seq_id)
+            ended.append(text)
         yield ended
 
 

@@ -20,7 +20,7 @@ from checks import check, leave, say, version
 from doubles.encoders import FAMILIES, write_encoder
 from real_models import folder as models
 from sentence_transformers import SentenceTransformer
-from space_eval.bench.server_process import ServerProcess
+from space_common.process import ServerProcess
 
 version(importlib.metadata.version("sentence-transformers"))
 FLAGS = ["--model", "demo", "--dtype", "float32", "--num-threads", "1", "--num-blocks", "256"]

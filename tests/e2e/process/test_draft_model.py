@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from e2e.conftest import Live
 from eagle_heads import DenseHead, HeadShape, dense_base
-from space_eval.bench.server_process import ServerProcess
+from space_common.process import ServerProcess
 from tiny_checkpoints import add_mtp_layer, perturbed, tiny_checkpoint
 
 PROMPT = "a prompt that fills more than one page of keys"

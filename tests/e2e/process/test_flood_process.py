@@ -7,7 +7,7 @@ from typing import Any
 
 import httpx
 import pytest
-from space_eval.bench.server_process import ServerProcess
+from space_common.process import ServerProcess
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 NOVEL = {"prompt": "def", "temperature": 2.0}

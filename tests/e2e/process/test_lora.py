@@ -13,7 +13,7 @@ import torch
 from e2e.conftest import Live
 from safetensors.torch import load_file
 from space_common.files import LORA_WEIGHTS, hash_lora
-from space_eval.bench.server_process import ServerProcess
+from space_common.process import ServerProcess
 from space_model.random_checkpoint import FIRST_MASK
 from tiny_checkpoints import tiny_lora
 from transformers import AutoModelForCausalLM

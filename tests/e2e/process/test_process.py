@@ -18,7 +18,7 @@ import httpx
 import pytest
 import space_router
 from processes import free_port
-from space_eval.bench.server_process import ServerError, ServerProcess
+from space_common.process import ServerError, ServerProcess
 from space_proto import generate_pb2, generate_pb2_grpc
 from space_router.commands.programs import PROGRAMS
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import httpx
 import pytest
-from space_eval.bench.server_process import ServerProcess
+from space_common.process import ServerProcess
 from space_proto import worker_pb2 as pb
 from space_router.text.tokenizer import Tokenizer
 from tiny_checkpoints import tiny_adapter

@@ -6,22 +6,15 @@ from typing import Any
 
 import pytest
 from space_common.repetition import is_looping, repeated_share
+from space_common.worker.completion import CompletionOutput, DecodeStep, generate
 from space_eval.__main__ import main
 from space_eval.acceptance import command, paired_decoding, speed
 from space_eval.acceptance.command import AcceptanceRow
-from space_eval.acceptance.generation import (
-    AssistedDecoder,
-    CompletionOutput,
-    DecodeStep,
-    DraftMethod,
-    generate,
-    is_blank,
-    is_filler,
-)
+from space_eval.acceptance.generation import AssistedDecoder, DraftMethod, is_blank, is_filler
 from space_eval.acceptance.paired_decoding import PLAIN, PairedDecoder, TextsDiffer, TimedAnswer, check_same_text
-from space_eval.acceptance.speed import OURS, MethodRow, SpeedRow, size, to_markdown, write_speed
+from space_eval.acceptance.speed import OURS, MethodRow, SpeedRow, size, to_markdown
 from space_eval.flags import FlagError
-from space_eval.report import Spread
+from space_eval.report import Spread, columns_table, from_json
 from space_model.checkpoint.checkpoint import Checkpoint
 from space_model.loading.load import load_model
 from space_proto import worker_pb2 as pb
@@ -60,7 +53,7 @@ def test_a_model_without_masks_is_refused_with_what_gives_it_some(
 def test_what_was_not_counted_is_a_dash_and_not_nan() -> None:
     loops = CompletionOutput([0], first=[1], steps=[DecodeStep((1,), 0, 0)] * 9, decode_seconds=9.0)
     row = AcceptanceRow.of([loops], [loops], lambda ids: "x" * len(ids), temperature=0.0, max_drafts=2)
-    page = command.to_markdown([row], {})
+    page = columns_table(command.COLUMNS, [row])
     assert "nan" not in page
     assert "–" in page
 
@@ -143,7 +136,7 @@ def test_ks_take_turns_and_every_other_round_runs_backwards(checkpoint: Path, mo
     check_same_text(made, "the prompt")
     assert made[PLAIN].num_rows == made[PLAIN].num_steps == 7
     assert made[5].num_rows > 6 * made[5].num_steps
-    assert TimedAnswer.parse(json.loads(json.dumps(made[5].__dict__))) == made[5]
+    assert from_json(TimedAnswer, json.loads(json.dumps(made[5].__dict__))) == made[5]
 
 
 def test_a_text_that_differs_from_plain_decodings_is_named_by_prompt_k_and_place() -> None:
@@ -264,7 +257,6 @@ def test_a_figure_of_one_loop_is_never_over_the_other(tmp_path: Path) -> None:
     shown = to_markdown([row], [ours, rival], {"model": "m"})
     assert "| assisted:x | transformers | 2.00 | 5 | 9 | 1.50 (1.00–2.00) |" in shown
     assert "1.0 MiB" in shown
-    assert [file.name for file in write_speed(tmp_path, [row], [], {})] == ["speed.json", "speed.md"]
     assert (size(12), size(2048), size(3 << 30)) == ("12 B", "2.0 KiB", "3.0 GiB")
 
 

@@ -6,9 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from space_common.worker.completion import generate
 from space_eval.__main__ import main
 from space_eval.acceptance.drafts import DraftsRow
-from space_eval.acceptance.generation import generate
 from space_kernels.sampling.sampler import gumbel_argmax
 from space_model.checkpoint.checkpoint import Checkpoint
 from space_model.loading.load import load_model

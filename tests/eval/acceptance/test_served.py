@@ -4,7 +4,7 @@ import random
 from collections.abc import Sequence
 
 from space_eval.acceptance.served import COLUMNS, ServedAnswer, ServedRow
-from space_eval.report import columns_table, ratio_bounds
+from space_eval.report import bootstrap, columns_table, ratio_of_sums
 
 
 def test_rows_are_means_over_steps_and_loops_are_apart() -> None:
@@ -27,7 +27,7 @@ def test_bounds_of_a_ratio_hold_its_truth_as_often_as_they_say() -> None:
         parts = [
             (2.0 * below + source.choice((-3, 0, 3)), float(below)) for below in source.choices(range(3, 30), k=40)
         ]
-        low, high = ratio_bounds(parts, num_resamples=400)
+        low, high = bootstrap(parts, statistic=ratio_of_sums, num_resamples=400)
         held += low <= 2.0 <= high
     assert 180 <= held <= 199
 

@@ -16,11 +16,13 @@ from typing import Any
 
 import pytest
 from doubles.scripted_http import Reply, ScriptedServer, jumping, openai_answer, tgi_answer
+from space_common.http_client import Endpoint
+from space_common.process import ServerProcess
 from space_common.worker.settings import NAMED_CHANCES
 from space_eval.bench import command as bench
 from space_eval.bench.arms import APIS, Arm, Exchange, TokenEvent
-from space_eval.bench.client import Endpoint, PowerMeter, energy_figure
 from space_eval.bench.command import Target, find_arms
+from space_eval.bench.meters import PowerMeter, energy_figure
 from space_eval.bench.options import Limits, parse, seconds_of
 from space_eval.bench.report import (
     ArmSummary,
@@ -32,7 +34,6 @@ from space_eval.bench.report import (
     table,
 )
 from space_eval.bench.rounds import Round
-from space_eval.bench.server_process import ServerProcess
 from space_eval.bench.workload import Closed, Lengths, Open, Swing
 from space_eval.report import Ratio, Spread, bootstrap, percentile
 from space_server.speculation.synthetic_acceptance import label

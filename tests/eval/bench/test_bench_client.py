@@ -12,9 +12,9 @@ import pytest
 from doubles.scripted_http import Reply, ScriptedServer, event, jumping, openai_answer, tgi_answer
 from doubles.tcp import tcp_server
 from processes import free_port
+from space_common.http_client import Endpoint, HttpError, get_json
 from space_common.process import children
 from space_eval.bench.arms import APIS, Arm, Exchange, LoadRequest, TokenEvent, find, shared, token_ids
-from space_eval.bench.client import Endpoint, LoadError, get_json
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
 
@@ -31,7 +31,7 @@ def chunk(content: bytes) -> bytes:
     return b"%x\r\n%s\r\n" % (len(content), content)
 
 
-async def answered(*pieces: bytes) -> tuple[Exchange | LoadError, bytes]:
+async def answered(*pieces: bytes) -> tuple[Exchange | HttpError, bytes]:
     """What the client makes of an answer that comes in these pieces, and what it asked."""
     asked = b""
 
@@ -49,7 +49,7 @@ async def answered(*pieces: bytes) -> tuple[Exchange | LoadError, bytes]:
         try:
             begun = asyncio.get_running_loop().time()
             await arm(f"http://{address}/v1").answer(LoadRequest(0, "x", 4), None, exchange, begun)
-        except LoadError as error:
+        except HttpError as error:
             return error, asked
         return exchange, asked
 
@@ -98,19 +98,19 @@ def test_whatever_is_not_a_whole_answer_is_an_error_with_the_servers_words(
     pieces: list[bytes], words: str, status: int | None
 ) -> None:
     made, _ = asyncio.run(answered(*pieces))
-    assert isinstance(made, LoadError)
+    assert isinstance(made, HttpError)
     assert words in str(made)
     assert made.status == status
 
 
 def test_a_server_that_is_not_there_is_named() -> None:
-    with pytest.raises(LoadError, match=r"No connection to 127\.0\.0\.1:9"):
+    with pytest.raises(HttpError, match=r"No connection to 127\.0\.0\.1:9"):
         asyncio.run(get_json(Endpoint("127.0.0.1", 9), "/info"))
 
 
 @pytest.mark.parametrize("url", ["127.0.0.1:8080", "ftp://x", "http://", "http://x:y"])
 def test_an_address_that_is_none_is_refused(url: str) -> None:
-    with pytest.raises(LoadError, match="is no server address"):
+    with pytest.raises(HttpError, match="is no server address"):
         Endpoint.parse(url)
 
 
@@ -190,7 +190,7 @@ def test_a_foreign_server_is_asked_for_its_model_and_only_for_what_it_takes() ->
 def test_a_server_of_ours_is_known_by_its_info() -> None:
     made = jumping(found(lambda path, body: Reply.json({"router": "spaceserve", "max_total_tokens": 64})))
     assert (made.is_spaceserve, made.window) == (True, 64)
-    with pytest.raises(LoadError, match="is not ready"):
+    with pytest.raises(HttpError, match="is not ready"):
         jumping(found(lambda path, body: Reply.json({"router": "spaceserve", "max_total_tokens": None})))
 
 
@@ -219,7 +219,7 @@ def test_a_server_that_tokenizes_is_asked_for_ids(answer: object, ids: list[int]
 
 BENCHMARK = """
 import sys, time
-from space_eval.bench.server_process import ServerProcess, exit_on_sigterm
+from space_common.process import ServerProcess, exit_on_sigterm
 
 class Sleeper(ServerProcess):
     def start(self):
@@ -250,7 +250,7 @@ def test_a_benchmark_that_is_told_to_end_leaves_no_server_behind() -> None:
 
 HURRIED = """
 import os, signal, subprocess, sys
-from space_eval.bench import server_process
+from space_common import process as server_process
 
 class Popen(subprocess.Popen):
     def __init__(self, command, **settings):

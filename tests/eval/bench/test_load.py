@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 from doubles.scripted_http import Reply, ScriptedServer, jumping, openai_answer
+from space_common.http_client import Endpoint, HttpError
 from space_eval.bench.arms import APIS, Arm, Exchange, LoadRequest
-from space_eval.bench.client import DraftSample, Endpoint, LoadError, draft_figures, idle
+from space_eval.bench.meters import DraftSample, draft_figures, idle
 from space_eval.bench.options import BenchSettings
 from space_eval.bench.report import BenchResult, half_ratios, summarize, timelines
 from space_eval.bench.rounds import LoadRun, Round, run_round
@@ -71,7 +72,7 @@ def test_a_closed_loop_of_some_time_counts_what_came_in_it() -> None:
 
 
 def test_a_closed_loop_ends_with_the_first_refusal() -> None:
-    with pytest.raises(LoadError, match="429"):
+    with pytest.raises(HttpError, match="429"):
         a_round(Closed(2), always(Reply.json({"error": "full"}, 429)), asks(6))
 
 
@@ -96,7 +97,7 @@ def test_an_open_loop_counts_refusals_and_goes_on() -> None:
 
 
 def test_an_open_loop_that_is_only_refused_is_an_error() -> None:
-    with pytest.raises(LoadError, match=r"a: none of 2 requests was answered \(503\)"):
+    with pytest.raises(HttpError, match=r"a: none of 2 requests was answered \(503\)"):
         a_round(Open(1.0), always(Reply.json({}, 503)), asks(2, iter([0.0, 1.0])))
 
 

@@ -26,12 +26,11 @@ from space_eval.paper.protocol import (
 from space_eval.paper.table import (
     PaperRow,
     draw,
-    exact_match_quality,
     pass_quality,
-    rouge_quality,
+    quality_by_reference,
+    record,
     summarise,
     to_markdown,
-    write_paper,
 )
 from space_eval.paper.tasks import (
     FAMILIES,
@@ -45,6 +44,7 @@ from space_eval.paper.tasks import (
     published_for,
 )
 from space_eval.quality.humaneval import FLAG
+from space_eval.report import write_report
 from space_train.training.published_options import EVALUATION_OPTIONS
 from tiny_checkpoints import tiny_checkpoint
 from tokenizers import Tokenizer, decoders, models
@@ -407,7 +407,7 @@ def test_a_speed_up_is_the_median_of_paired_rounds() -> None:
 
 def test_the_report_has_a_table_a_record_and_two_figures(tmp_path: Path) -> None:
     given = [row(measured("a"))], {"model": "m"}, PUBLISHED["LLaMA-2-7B"]
-    written = [*write_paper(tmp_path, *given), *draw(tmp_path, *given)]
+    written = [*write_report(tmp_path, "paper", to_markdown(*given), record(*given)), *draw(tmp_path, *given)]
     assert [file.name for file in written] == ["paper.json", "paper.md", "paper.png", "paper-speed.png"]
     assert "| XSum | 1 | 2.50 | 2.50 | 2.23 | 2.00 (1.00–3.00) | 2.00 | 1.94 |" in written[1].read_text()
     for figure in written[2:]:
@@ -429,12 +429,15 @@ def test_looping_outputs_are_told_apart() -> None:
 
 
 def test_a_score_of_nothing_is_no_signal() -> None:
-    quality = rouge_quality([measured("dog", reference="cat", base_text="cow")])
+    quality = quality_by_reference(TASKS["xsum"], [measured("dog", reference="cat", base_text="cow")])
+    assert quality is not None
     assert (quality.model, quality.base, quality.has_signal) == (0.0, 0.0, False)
     made = summarise(TASKS["xsum"], [measured("dog")], 1, quality, PUBLISHED["LLaMA-2-7B"])
     shown = to_markdown([made], {}, PUBLISHED["LLaMA-2-7B"])
     assert "ROUGE-L: no signal" in shown
-    assert rouge_quality([measured("the cat", reference="the cat", base_text="a cat")]).model == 1.0
+    same = quality_by_reference(TASKS["xsum"], [measured("the cat", reference="the cat", base_text="a cat")])
+    assert same is not None
+    assert same.model == 1.0
 
 
 def test_code_is_judged_by_its_tests(tmp_path: Path) -> None:
@@ -449,7 +452,9 @@ def test_code_is_judged_by_its_tests(tmp_path: Path) -> None:
 
 def test_sums_are_judged_by_their_last_number() -> None:
     good = measured("She has 5 and sells 2, so $1,018.00", reference="1018")
-    assert exact_match_quality([good, measured("none", reference="18")]).model == 0.5
+    quality = quality_by_reference(TASKS["gsm8k"], [good, measured("none", reference="18")])
+    assert quality is not None
+    assert quality.model == 0.5
 
 
 @pytest.mark.parametrize(
