@@ -8,8 +8,12 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import pytest
-import torch
+from space_common.process import sleep_soon
+
+sleep_soon(os.environ)  # before torch loads OpenMP: other test processes need the processors, too
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
 
 if TYPE_CHECKING:
     from xdist.remote import Producer

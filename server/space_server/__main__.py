@@ -20,7 +20,7 @@ if __name__ == "__main__":
     for _number in (signal.SIGTERM, signal.SIGINT):  # until torch and transformers are imported: no traceback
         signal.signal(_number, lambda number, frame: os._exit(0))
 
-from space_common.process import drop_unwritable_output
+from space_common.process import drop_unwritable_output, sleep_soon
 from space_common.worker.settings import WorkerSettings
 
 if __name__ == "__main__":
@@ -30,10 +30,6 @@ if __name__ == "__main__":
         exit_status = int(end.code or 0)
         drop_unwritable_output()
         raise
-
-from space_server.machine.threads import sleep_soon
-
-if __name__ == "__main__":
     sleep_soon(os.environ)  # before torch loads OpenMP
 
 from space_model.unsharded import do_without_sharding

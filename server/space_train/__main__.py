@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from space_common.process import WorkerError
+from space_common.process import WorkerError, sleep_soon
 from space_model.model_error import ModelError
 
 from space_train.data.records import DataError
@@ -328,4 +329,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    sleep_soon(os.environ)  # before torch loads OpenMP
     sys.exit(main())

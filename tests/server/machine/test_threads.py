@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import importlib
 import os
+import runpy
+import signal
+import sys
 import threading
 from pathlib import Path
 
 import pytest
 import torch
+from space_common.process import sleep_soon
 from space_common.worker.settings import parse_cores
 from space_server.config import parse
-from space_server.machine.threads import keep_off_last, num_cores, num_threads, run_in_thread, sleep_soon
+from space_server.machine.threads import keep_off_last, num_cores, num_threads, run_in_thread
 
 
 @pytest.fixture
@@ -135,3 +140,21 @@ def test_it_raises_what_the_work_raises() -> None:
 
     with pytest.raises(MemoryError, match="no room"):
         run_in_thread(work)
+
+
+@pytest.mark.parametrize("module", ["space_train", "space_eval"])
+def test_training_and_evaluations_leave_the_processors_to_others_too(
+    module: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As the server's worker does."""
+    monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    monkeypatch.setattr(sys, "argv", [module, "--help"])
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with pytest.raises(SystemExit, match="0"):
+            runpy.run_path(str(Path(importlib.import_module(module).__path__[0]) / "__main__.py"), run_name="__main__")
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert os.environ["GOMP_SPINCOUNT"] == "20000"
+    assert "usage: " in capsys.readouterr().out
