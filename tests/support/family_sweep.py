@@ -437,8 +437,8 @@ def to_page(results: Sequence[FamilyResult]) -> str:
         f"`--tensor-parallel` shares {shared} among processes. Rotary scaling is served as "
         f"{', '.join(f'`{kind}`' for kind in SERVED_ROPE)}; `dynamic` with one base, of the served window, "
         "and `longrope` with the short factors up to the original length, and with `--max-model-len` beyond it with "
-        "the long ones in longer sequences; `su` and `ntk` are refused, for their angles depend on the longest "
-        "sequence of a batch. `auto_map` is passed over where transformers has the model; "
+        "the long ones in longer sequences (`su` is its old name); `ntk` is refused, for its angles depend on the "
+        "longest sequence of a batch. `auto_map` is passed over where transformers has the model; "
         "code of a checkpoint is never run.",
         "",
         "### Served as another family",

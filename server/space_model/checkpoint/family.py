@@ -47,8 +47,8 @@ OWN_ATTENTION = frozenset(
 (networks/own_attention)."""
 
 SERVED_ROPE = ("default", "linear", "llama3", "yarn", "proportional", "dynamic", "longrope")
-_ROPE_OF_LENGTH = ("dynamic", "longrope", "su", "ntk")
-"""RoPE types whose angles depend on the longest sequence of a batch; `su` is an old name of longrope."""
+_ROPE_OF_LENGTH = ("dynamic", "longrope", "ntk")
+"""RoPE types whose angles depend on the longest sequence of a batch."""
 
 
 def refuse_config(name: str, said: Mapping[str, Any], config: PreTrainedConfig, model_class: type) -> None:
@@ -231,6 +231,11 @@ def _dtype_name(name: str, field: str, form: str) -> str | None:
     return plain
 
 
+def _with_todays_name(rope: Mapping[str, Any]) -> dict[str, Any]:
+    """Return RoPE parameters in which `su`, as Phi-3 was published with, is `longrope`."""
+    return {key: "longrope" if key in ("type", "rope_type") and value == "su" else value for key, value in rope.items()}
+
+
 def read_config(checkpoint: Checkpoint) -> PreTrainedConfig:
     """Return the checkpoint's transformers config. Raises UnsupportedModel."""
     config = parse_config(checkpoint.config, checkpoint.name)
@@ -278,6 +283,9 @@ def parse_config(said: Mapping[str, Any], name: str) -> PreTrainedConfig:
     for field in ("torch_dtype", "dtype"):
         if isinstance(form := fields.get(field), str):
             fields[field] = _dtype_name(name, field, form)
+    for field in ("rope_scaling", "rope_parameters"):
+        if isinstance(rope := fields.get(field), Mapping):
+            fields[field] = _with_todays_name(rope)
     try:
         with tempfile.TemporaryDirectory() as folder:  # AutoConfig reads files, and does more than the class itself
             Path(folder, "config.json").write_text(json.dumps(fields), encoding="utf-8")

@@ -406,7 +406,7 @@ LONG = {"short_factor": [1.0] * 8, "long_factor": [1.0] * 8, "factor": 2.0, "ori
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"rope_parameters": THETA | {"rope_type": "su"}}, "by 'su': the angles would depend on the longest sequence"),
+        ({"rope_parameters": THETA | {"rope_type": "su"}}, "cannot read the config .*'rope_type'='longrope'"),
         ({"rope_parameters": THETA | {"rope_type": "ntk"} | LONG}, "by 'ntk'"),
         ({"rope_scaling": {"type": "ntk", "factor": 2.0}, "rope_parameters": None}, "by 'ntk'"),
         ({"rope_parameters": THETA | {"rope_type": "spiral"}}, "by 'spiral' .*none of default, linear, llama3, yarn"),

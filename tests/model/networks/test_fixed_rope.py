@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -121,6 +122,19 @@ def test_rows_of_both_in_a_step_have_the_bits_of_a_step_of_their_own(long: Path)
     assert torch.equal(found[:40], logits(model, ids[:40]))
     assert torch.equal(found[40:130], logits(model, ids, is_long=True))
     assert torch.equal(found[130:139], logits(model, ids[:9]))
+
+
+@pytest.mark.parametrize("name", ["su", "longrope"])
+def test_configs_as_phi_3_was_published_with_are_read(name: str, long: Path) -> None:
+    wanted = dense(long, ids_of(70))
+    config = json.loads((long / "config.json").read_text())
+    rope = config.pop("rope_parameters")
+    factors = {kind: rope[kind] for kind in ("short_factor", "long_factor")}
+    top = {"rope_theta": 10000.0, "partial_rotary_factor": 0.75, "rope_scaling": {"type": name, **factors}}
+    (long / "config.json").write_text(json.dumps(config | top))
+    model = load_model(long, dtype="float32", max_model_len=100)
+    assert model.facts.rope_switch == 64
+    assert_equal(logits(model, ids_of(70), is_long=True), wanted)
 
 
 def test_phi_moe_has_the_factors_and_scales_of_its_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
