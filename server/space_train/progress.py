@@ -120,8 +120,22 @@ class RunClock:
         steady = self._here[1:] or self._here
         return sum(steady) / len(steady)
 
-    def updates_left(self) -> float | None:
-        """Return the estimated number of updates to come, or None while the budget gives no estimate."""
+    def _updates_in_time(self, minutes: float, num_evaluations: int) -> tuple[int, float]:
+        """Return how many updates still fit in the minutes, with at most that many evaluations, and the seconds to the
+        end of the run with them."""
+        counters, update, evaluation = self.counters, self.seconds_per_update, self.counters.evaluation_seconds
+        closing = self._closing_seconds()
+        available = 60 * minutes - counters.seconds - closing
+        between = max(0, num_evaluations - 1)
+        if evaluation:
+            between = min(between, max(0, int(EVALUATION_SHARE * 60 * minutes / evaluation) - len(counters.curve)))
+        fitting = max(available / (update + evaluation), (available - between * evaluation) / update)
+        num_updates = max(0, math.floor(fitting))
+        return num_updates, num_updates * update + min(between, num_updates) * evaluation + closing
+
+    def updates_left(self, num_evaluations: int = 1) -> float | None:
+        """Return the estimated number of updates to come, or None while the budget gives no estimate.
+        `num_evaluations`: evaluations to come, the last one included."""
         budget, counters, left = self.budget, self.counters, list[float]()
         if budget.steps is not None:
             left.append(budget.steps - counters.step)
@@ -134,29 +148,30 @@ class RunClock:
                 here = max(1.0, counters.flops - self._flops_before)
                 left.append((budget.flops - counters.flops) * counters.step / here)
             if budget.minutes is not None and self.seconds_per_update:
-                seconds = 60 * budget.minutes - counters.seconds - self._closing_seconds()
-                left.append(math.floor(seconds / self.seconds_per_update))
+                left.append(self._updates_in_time(budget.minutes, num_evaluations)[0])
         return max(0.0, min(left)) if left else None
 
-    def total_updates(self) -> int | None:
+    def total_updates(self, num_evaluations: int = 1) -> int | None:
         """Return the estimated number of updates of the whole run."""
-        left = self.updates_left()
+        left = self.updates_left(num_evaluations)
         if left is None:
             return None
         return self.counters.step + math.ceil(left)
 
-    def of_total(self) -> str:
+    def of_total(self, num_evaluations: int = 1) -> str:
         """Return ` of 20`, ` of about 20` where the budget is minutes, or nothing while the total is unknown."""
-        total = self.total_updates()
+        total = self.total_updates(num_evaluations)
         return "" if total is None else f" of {'about ' if self.budget.minutes else ''}{total}"
 
     def seconds_left(self, num_evaluations: int, num_saves: int) -> float | None:
         """Return the estimated seconds to the end, with that many evaluations and saves to come."""
-        updates, minutes, found = self.updates_left(), self.budget.minutes, list[float]()
+        updates, minutes, found = self.updates_left(num_evaluations), self.budget.minutes, list[float]()
         if updates is not None and self.seconds_per_update:
-            num_evaluations = min(num_evaluations, math.ceil(updates) + 1)
-            others = num_evaluations * self.counters.evaluation_seconds + num_saves * self._save_seconds
-            found.append(math.ceil(updates) * self.seconds_per_update + others + self._end_seconds)
+            if minutes is None or updates < self._updates_in_time(minutes, num_evaluations)[0]:
+                others = num_evaluations * self.counters.evaluation_seconds + num_saves * self._save_seconds
+                found.append(math.ceil(updates) * self.seconds_per_update + others)
+            else:
+                found.append(self._updates_in_time(minutes, num_evaluations)[1])
         if minutes is not None:
             found.append(max(0.0, 60 * minutes - self.counters.seconds))
         return min(found) if found else None

@@ -56,8 +56,9 @@ class Simulated:
             clock.count_update(took)
             self.said_at[counters.step] = self.now
             self.shares.append(clock.progress(is_evaluated=True))
-            self.left[counters.step] = clock.seconds_left(max(1, self.evaluations + 1 - num_evaluations), 1) or 0.0
-            self.totals[counters.step] = clock.total_updates() or 0
+            num_left = max(1, self.evaluations + 1 - num_evaluations)
+            self.left[counters.step] = clock.seconds_left(num_left, 1) or 0.0
+            self.totals[counters.step] = clock.total_updates(num_left) or 0
             if counters.seconds - saved > 60:
                 self.now += self.save
                 clock.count_save(self.save)
@@ -126,6 +127,14 @@ def test_the_time_left_follows_a_machine_that_becomes_slower() -> None:
             assert run.left[step] == pytest.approx(run.now - run.said_at[step], rel=0.2, abs=2 * run.update), step
         assert run.now <= 300
     assert len(shared.left) < 0.7 * len(alone.left)
+
+
+def test_the_time_left_of_minutes_counts_the_evaluations_between_updates() -> None:
+    """One after each update; the run ends an update earlier than updates alone would."""
+    run = Simulated(Budget(minutes=4), first=20.0, update=15.0, evaluation=5.0, evaluations=10)
+    run.go()
+    for step in range(2, len(run.left)):
+        assert run.left[step] == pytest.approx(run.now - run.said_at[step], rel=0.2, abs=4), step
 
 
 def test_evaluations_leave_minutes_enough_for_updates() -> None:

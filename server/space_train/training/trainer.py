@@ -462,7 +462,7 @@ class TrainingRun:
         """Return the line shown after an update. `measures`: of the update; `done`: the share of the run."""
         counters, plan = self.counters, self.plan
         left = run_clock.seconds_left(evaluations_left, 1)
-        parts = [f"{plan.method}: update {counters.step}{run_clock.of_total()}"]
+        parts = [f"{plan.method}: update {counters.step}{run_clock.of_total(evaluations_left)}"]
         latest = counters.curve[-1] if counters.curve else {}
         on_text = "{:.2f} tokens per step on held-out text"
         recurrent = "{:.2f} by the recurrent head" if plan.has_masks else on_text
