@@ -168,6 +168,18 @@ async def test_a_full_queue_says_when_to_try_again(start: Start) -> None:
         running.cancel()
 
 
+async def test_a_turn_that_does_not_come_in_time_says_when_to_try_again(start: Start) -> None:
+    async with start(config=ServeConfig(max_queue_seconds=0.1), max_sequences=1, step_seconds=0.01) as router:
+        running = router.stub.Generate(generate_pb2.GenerateRequest(prompt="x", max_tokens=400, ignore_eos=True))
+        await running.read()
+        error = await router.refusal(prompt="y")
+        assert error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert int(trailing(error)["retry-after"]) >= 1
+        assert trailing(error)["error-code"] == "queue_timeout"
+        assert router.value("spaceserve_requests_total", outcome="queue_timeout") == 1
+        running.cancel()
+
+
 async def test_without_a_known_key_nothing_is_said_but_health(start: Start) -> None:
     async with start(config=ServeConfig(api_keys=plain_keys("right", "also"))) as router:
         for metadata in ((), (("authorization", "Bearer wrong"),), (("authorization", "right"),)):
