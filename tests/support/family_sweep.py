@@ -446,7 +446,8 @@ def to_page(results: Sequence[FamilyResult]) -> str:
         "transformers has no models of these types, and the code that they came with is never run: their config.json "
         "and tensors are translated. They are held against dense models that were written from what was published of "
         "each, in `tests/support/published_models.py`. `alibi_llama` is Llama with linear biases instead of rotary "
-        "positions, which is this server's own (GPU: with `--attention torch`; not trained).",
+        "positions, which is this server's own (GPU: with `--attention torch`; not trained). Kimi-K2 (`kimi_k2`) names "
+        "DeepSeek-V3's class in its config.json, and is served as `deepseek_v3`.",
         "",
         "| `model_type` | as in | served as | CPU |",
         "|---|---|---|---|",

@@ -24,7 +24,7 @@ from space_common.special_tokens import named_tokens, token_text
 from space_common.tokenizer.tokenizer_files import TokenizerFileError, published_tokenizer, tokenizer_json
 
 from space_model.checkpoint.quantized_formats import is_of_mlx, read_format
-from space_model.checkpoint.translation import Translation, translate
+from space_model.checkpoint.translation import Translation, translate, typed_by_class
 from space_model.model_error import CheckpointNotFound, UnsupportedModel
 from space_model.released_adapters import AdapterFormat, split_place
 
@@ -214,7 +214,7 @@ class Checkpoint:
             raise CheckpointNotFound(f"{folder} has no config.json. {cure}")
         config = with_quantization(folder, config)
         translation = translate(config, str(path))
-        served = config if translation is None else dict(translation.config)
+        served = typed_by_class(config) if translation is None else dict(translation.config)
         return cls(str(path), folder, served, _weights(folder), folder, translation=translation)
 
     @classmethod

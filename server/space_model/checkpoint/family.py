@@ -22,6 +22,7 @@ from space_model.checkpoint.checkpoint import Checkpoint
 from space_model.checkpoint.quantized_formats import read_format
 from space_model.checkpoint.recurrent_layers import HYBRIDS, UNSERVED_LAYERS, WITHOUT_ATTENTION, attending_layers
 from space_model.checkpoint.text_part import text_names, text_part
+from space_model.checkpoint.translation import is_own_class
 from space_model.model_error import UnsupportedModel
 from space_model.model_facts import LayerKV
 
@@ -273,7 +274,8 @@ def parse_config(said: Mapping[str, Any], name: str) -> PreTrainedConfig:
     names = [native] if isinstance(native, str) else list(native)
     own = str(classes.get("AutoModelForCausalLM") or "") if isinstance(classes, Mapping) else ""
     own = own.rpartition(".")[2]
-    if own and names and own.lower() not in {each.lower() for each in names}:
+    is_known = own.lower() in {each.lower() for each in names} or is_own_class(own, kind)  # internlm3 is Llama's class
+    if own and names and not is_known:
         raise UnsupportedModel(
             f"{name} brings its own code (auto_map in config.json: {own}), which is never run, and transformers' "
             f"models of type {kind!r} are {names[0]}: the same weights would say something else. Use a checkpoint of "
@@ -318,15 +320,18 @@ def positions(config: PreTrainedConfig) -> int | None:
 
 
 def longest(config: PreTrainedConfig) -> int | None:
-    """Return how many positions may be asked for; None if config.json does not say, or the model has none."""
+    """Return how many positions may be asked for; None if config.json does not say, or the model has none. A factor in
+    `rope_scaling` stretches those trained, of YaRN the original ones, as the makers of such configs ask for it."""
     rope, trained = getattr(config, "rope_parameters", None) or {}, positions(config)
     if rope.get("rope_type") == "longrope":
         return int(config.max_position_embeddings)
     if config.model_type in WITHOUT_ATTENTION:
         return None
-    if rope.get("rope_type") == "dynamic" and trained is not None:
-        return int(trained * float(rope.get("factor", 1.0)))
-    return trained
+    factor = float(rope.get("factor") or 1.0) if rope.get("rope_type") in ("dynamic", "linear", "yarn") else 1.0
+    if trained is None or factor <= 1.0:
+        return trained
+    original = rope.get("original_max_position_embeddings") if rope["rope_type"] == "yarn" else trained
+    return max(trained, int((original or trained) * factor))
 
 
 def has_linear_biases(config: PreTrainedConfig) -> bool:

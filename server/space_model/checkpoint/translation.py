@@ -74,6 +74,24 @@ def translate(source: Mapping[str, Any], name: str) -> Translation | None:
         ) from error
 
 
+_OTHER_NAMES = {"kimi_k2": ("deepseek_v3", "DeepseekV3ForCausalLM")}
+"""Types that are published for another one's class: transformers' type, and the class that config.json names."""
+
+
+def typed_by_class(source: dict[str, Any]) -> dict[str, Any]:
+    """Return a config.json whose model_type transformers does not have, under the type of the class that it names. Any
+    other is returned as it is."""
+    model_type, class_name = _OTHER_NAMES.get(str(source.get("model_type")), ("", ""))
+    if not model_type or source.get("architectures") != [class_name]:
+        return source
+    return {field: value for field, value in source.items() if field != "auto_map"} | {"model_type": model_type}
+
+
+def is_own_class(class_name: str, model_type: str) -> bool:
+    """Return whether a class for causal language models is called after this type."""
+    return class_name.lower() == f"{model_type.replace('_', '').replace('-', '')}forcausallm"
+
+
 @dataclass(frozen=True)
 class _ConfigFile:
     """A config.json of one of these families."""

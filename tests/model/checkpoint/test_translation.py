@@ -15,6 +15,7 @@ from space_model.geometry.forward_batch import ForwardBatch, Segment
 from space_model.loading.load import check_tensors, load_model
 from space_model.model_error import UnsupportedModel
 from space_model.space_model import SpaceModel
+from tiny_checkpoints import tiny_checkpoint
 from torch import Tensor
 
 IDS = [(7 * i + 3) % 100 + 16 for i in range(40)]
@@ -55,6 +56,35 @@ def test_a_layer_of_baichuan_13b_at_its_own_width_is_that_of_the_published_model
 
 def test_every_translated_family_has_a_published_model() -> None:
     assert {config["model_type"] for config in CONFIGS.values()} == set(TRANSLATED) == set(DENSE)
+
+
+def as_published(folder: Path, model_type: str, class_name: str) -> Path:
+    """Write the model_type and the class of own code of a published config.json."""
+    file = folder / "config.json"
+    own = {"AutoModelForCausalLM": f"modeling_own.{class_name}"}
+    config = json.loads(file.read_text()) | {"model_type": model_type, "architectures": [class_name], "auto_map": own}
+    file.write_text(json.dumps(config))
+    return folder
+
+
+def test_kimi_k2_is_the_model_whose_class_it_names(tmp_path: Path) -> None:
+    folder = tiny_checkpoint(tmp_path, "deepseek_v3", num_masks=0)
+    wanted = logits(load_model(folder, dtype="float32"), (40,))
+    as_published(folder, "kimi_k2", "DeepseekV3ForCausalLM")
+    assert torch.equal(logits(load_model(folder, dtype="float32"), (40,)), wanted)
+    as_published(folder, "kimi_k2", "OwnForCausalLM")
+    with pytest.raises(UnsupportedModel, match="no models of type 'kimi_k2'"):
+        load_model(folder)
+
+
+def test_internlm3_is_llama_though_it_brings_a_class_of_its_own(tmp_path: Path) -> None:
+    folder = tiny_checkpoint(tmp_path, "llama", num_masks=0)
+    wanted = logits(load_model(folder, dtype="float32"), (40,))
+    as_published(folder, "internlm3", "InternLM3ForCausalLM")
+    assert float((logits(load_model(folder, dtype="float32"), (40,)) - wanted).abs().max()) < 1e-5
+    as_published(folder, "internlm3", "OwnForCausalLM")
+    with pytest.raises(UnsupportedModel, match="brings its own code"):
+        load_model(folder)
 
 
 @pytest.mark.parametrize("name", CONFIGS)

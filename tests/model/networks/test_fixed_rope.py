@@ -54,6 +54,23 @@ def assert_equal(found: Tensor, wanted: Tensor) -> None:
     assert float((found - wanted).abs().max() / wanted.abs().max()) < 1e-5
 
 
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 1000000.0},
+        {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0},
+    ],
+    ids=["Qwen2.5", "Vicuna-16k"],
+)
+def test_a_factor_stretches_the_window_that_may_be_asked_for(rope: dict[str, Any], tmp_path: Path) -> None:
+    path = tiny_checkpoint(tmp_path, "qwen2", window=64, rope_parameters=rope)
+    assert load_model(path, dtype="float32").facts.window == 64
+    model = load_model(path, dtype="float32", max_model_len=256)
+    assert_equal(logits(model, ids_of(200)), dense(path, ids_of(200)))
+    with pytest.raises(InvalidSetting, match=r"must lie in 1\.\.256"):
+        load_model(path, max_model_len=257)
+
+
 @pytest.fixture
 def dynamic(tmp_path: Path) -> Path:
     return tiny_checkpoint(tmp_path, rope_parameters=DYNAMIC, window=64)
