@@ -22,7 +22,7 @@ from space_model.checkpoint.checkpoint import Checkpoint
 from space_model.checkpoint.quantized_formats import read_format
 from space_model.checkpoint.recurrent_layers import HYBRIDS, UNSERVED_LAYERS, WITHOUT_ATTENTION, attending_layers
 from space_model.checkpoint.text_part import text_names, text_part
-from space_model.checkpoint.translation import is_own_class
+from space_model.checkpoint.translation import is_own_class, is_same_class
 from space_model.model_error import UnsupportedModel
 from space_model.model_facts import LayerKV
 
@@ -274,7 +274,8 @@ def parse_config(said: Mapping[str, Any], name: str) -> PreTrainedConfig:
     names = [native] if isinstance(native, str) else list(native)
     own = str(classes.get("AutoModelForCausalLM") or "") if isinstance(classes, Mapping) else ""
     own = own.rpartition(".")[2]
-    is_known = own.lower() in {each.lower() for each in names} or is_own_class(own, kind)  # internlm3 is Llama's class
+    # InternLM3 has a class of its own, and transformers Llama's for it
+    is_known = is_own_class(own, kind) or any(is_same_class(own, each) for each in names)
     if own and names and not is_known:
         raise UnsupportedModel(
             f"{name} brings its own code (auto_map in config.json: {own}), which is never run, and transformers' "

@@ -89,7 +89,12 @@ def typed_by_class(source: dict[str, Any]) -> dict[str, Any]:
 
 def is_own_class(class_name: str, model_type: str) -> bool:
     """Return whether a class for causal language models is called after this type."""
-    return class_name.lower() == f"{model_type.replace('_', '').replace('-', '')}forcausallm"
+    return is_same_class(class_name, f"{model_type.replace('-', '')}ForCausalLM")
+
+
+def is_same_class(one: str, other: str) -> bool:
+    """Return whether two names of a class differ in their spelling alone: Ernie4_5_ForCausalLM, Ernie4_5ForCausalLM."""
+    return one.replace("_", "").lower() == other.replace("_", "").lower()
 
 
 @dataclass(frozen=True)

@@ -87,6 +87,13 @@ def test_internlm3_is_llama_though_it_brings_a_class_of_its_own(tmp_path: Path) 
         load_model(folder)
 
 
+def test_a_class_of_own_code_may_be_spelled_otherwise(tmp_path: Path) -> None:
+    folder = tiny_checkpoint(tmp_path, "llama", num_masks=0, model_type="ernie4_5")
+    wanted = logits(load_model(folder, dtype="float32"), (40,))
+    as_published(folder, "ernie4_5", "Ernie4_5_ForCausalLM")
+    assert torch.equal(logits(load_model(folder, dtype="float32"), (40,)), wanted)
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 def test_the_config_is_that_of_the_family_it_is_served_as(name: str, tmp_path: Path) -> None:
     write_published(tmp_path, CONFIGS[name])
