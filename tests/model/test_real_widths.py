@@ -154,6 +154,81 @@ WIDTHS: dict[str, dict[str, Any]] = {
         "hidden_size": 4096, "num_heads": 128, "state_size": 128, "n_groups": 8,
         "time_step_limit": [0.0, float("inf")],
     },
+    "llama": {  # Llama 2 7B
+        "hidden_size": 4096, "intermediate_size": 11008, "num_heads": 32, "kv_heads": 32, "head_dim": 128,
+    },
+    "llama3": {  # Llama 3.2 3B
+        "hidden_size": 3072, "intermediate_size": 8192, "num_heads": 24, "kv_heads": 8, "head_dim": 128,
+    },
+    "mistral": {  # Ministral 8B, with a window shorter than the prompt
+        "hidden_size": 4096, "intermediate_size": 12288, "num_heads": 32, "kv_heads": 8, "head_dim": 128,
+        "sliding_window": 128,
+    },
+    "qwen2": {  # Qwen2.5-3B
+        "hidden_size": 2048, "intermediate_size": 11008, "num_heads": 16, "kv_heads": 2, "head_dim": 128,
+    },
+    "qwen3": {  # Qwen3-4B
+        "hidden_size": 2560, "intermediate_size": 9728, "num_heads": 32, "kv_heads": 8, "head_dim": 128,
+    },
+    "gemma2": {  # Gemma 2 2B
+        "hidden_size": 2304, "intermediate_size": 9216, "num_heads": 8, "kv_heads": 4, "head_dim": 256,
+        "query_pre_attn_scalar": 256, "sliding_window": 128,
+    },
+    "olmo2": {  # OLMo-2-1B
+        "hidden_size": 2048, "intermediate_size": 8192, "num_heads": 16, "kv_heads": 16, "head_dim": 128,
+    },
+    "granite": {  # Granite 3.3 2B
+        "hidden_size": 2048, "intermediate_size": 8192, "num_heads": 32, "kv_heads": 8, "head_dim": 64,
+    },
+    "starcoder2": {  # StarCoder2-3B
+        "hidden_size": 3072, "intermediate_size": 12288, "num_heads": 24, "kv_heads": 2, "head_dim": 128,
+    },
+    "mixtral": {  # Mixtral 8x7B, with 4 of 8 experts
+        "hidden_size": 4096, "intermediate_size": 14336, "num_heads": 32, "kv_heads": 8, "head_dim": 128,
+        "num_layers": 1,
+    },
+    "qwen2_moe": {  # Qwen1.5-MoE-A2.7B, with 8 of 60 experts
+        "hidden_size": 2048, "intermediate_size": 5632, "num_heads": 16, "kv_heads": 16, "head_dim": 128,
+        "moe_intermediate_size": 1408, "shared_expert_intermediate_size": 5632, "num_experts": 8,
+        "num_experts_per_tok": 4,
+    },
+    "granitemoe": {  # Granite 3.0 3B-A800M, with 8 of 40 experts
+        "hidden_size": 1536, "intermediate_size": 512, "num_heads": 24, "kv_heads": 8, "head_dim": 64,
+        "num_local_experts": 8, "num_experts_per_tok": 4,
+    },
+    "phimoe": {  # Phi-3.5-MoE, with 4 of 16 experts
+        "hidden_size": 4096, "intermediate_size": 6400, "num_heads": 32, "kv_heads": 8, "head_dim": 128,
+        "num_local_experts": 4, "num_experts_per_tok": 2,
+    },
+    "falcon": {  # one layer of Falcon 40B
+        "hidden_size": 8192, "num_heads": 128, "num_kv_heads": 8, "head_dim": 64, "num_layers": 1,
+    },
+    "bloom": {  # BLOOM-7B1
+        "hidden_size": 4096, "num_heads": 32, "head_dim": 128,
+    },
+    "mpt": {  # MPT-7B
+        "hidden_size": 4096, "num_heads": 32, "kv_heads": 32, "head_dim": 128, "d_model": 4096, "n_heads": 32,
+        "n_layers": 2, "max_seq_len": 4096,
+    },
+    "stablelm": {  # StableLM 2 1.6B
+        "hidden_size": 2048, "intermediate_size": 5632, "num_heads": 32, "kv_heads": 32, "head_dim": 64,
+        "partial_rotary_factor": 0.25, "use_qkv_bias": True,
+    },
+    "gpt_neox": {  # Pythia 1.4B
+        "hidden_size": 2048, "intermediate_size": 8192, "num_heads": 16, "kv_heads": 16, "head_dim": 128,
+        "rotary_pct": 0.25,
+    },
+    "gptj": {  # GPT-J 6B
+        "hidden_size": 4096, "num_heads": 16, "kv_heads": 16, "head_dim": 256, "rotary_dim": 64, "n_positions": 4096,
+    },
+    "cohere": {  # Aya 23 8B
+        "hidden_size": 4096, "intermediate_size": 14336, "num_heads": 32, "kv_heads": 8, "head_dim": 128,
+        "logit_scale": 0.0625,
+    },
+    "glm": {  # GLM-4 9B
+        "hidden_size": 4096, "intermediate_size": 13696, "num_heads": 32, "kv_heads": 2, "head_dim": 128,
+        "partial_rotary_factor": 0.5,
+    },
 }  # fmt: skip
 """Fields of config.json as published, but for layers, experts and vocabulary."""
 
