@@ -13,6 +13,7 @@ from e2e.conftest import Live
 from space_eval.__main__ import main
 from space_eval.acceptance import served
 from space_eval.acceptance.served import ServedAnswer
+from space_eval.report import from_json
 
 QUESTIONS = [
     {"turns": ["What is a fox?", "And a hare?"]},
@@ -43,7 +44,7 @@ def test_every_turn_is_answered_with_every_setting_and_exactly_k_drafts(
     out = tmp_path / "out"
     settings = ["--k", "2", "--temperature", "0", "0.8", "--at-once", "3", "--out", str(out)]
     assert main(flags(live, prompts, *settings)) == 0
-    answers = [ServedAnswer.parse(line) for line in answers_of(out)]
+    answers = [from_json(ServedAnswer, line) for line in answers_of(out)]
     turns = {(0, 0), (0, 1), (1, 0), (2, 0)}
     assert {one.key for one in answers} == {(t, k, *turn) for t in (0.0, 0.8) for k in (0, 2) for turn in turns}
     for one in answers:
