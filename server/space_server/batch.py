@@ -47,8 +47,8 @@ class SequenceLimits:
         num_left = self._num_left_in_all(num_known, num_prompt)
         return num_left if self.most_ids is None else min(num_left, self.most_ids - num_known)
 
-    def goes_on_elsewhere(self, num_known: int, num_prompt: int) -> bool:
-        """Whether only another admission may emit more tokens."""
+    def needs_readmission(self, num_known: int, num_prompt: int) -> bool:
+        """Whether more tokens may be emitted, after another admission."""
         is_full = self.most_ids is not None and num_known >= self.most_ids
         return is_full and self._num_left_in_all(num_known, num_prompt) > 0
 

@@ -28,8 +28,8 @@ from space_common.grammar import (
     tokenizer_of,
 )
 from space_common.json_places import JsonPlaces
-from space_common.special_tokens import further_tokens, named_tokens, token_text
 from space_common.tokenizer.byte_level import byte_letters
+from space_common.tokenizer.special_tokens import further_tokens, named_tokens, token_text
 from space_common.tokenizer.tokenizer_files import TokenizerFileError, tokenizer_json
 from space_common.worker.errors import GRAMMAR, GRAMMARS_BUSY
 from space_kernels.sampling.sampling_params import IdBits

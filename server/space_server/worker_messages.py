@@ -76,7 +76,7 @@ def commit(output: SequenceOutput, report: pb.StepReport) -> None:
 
 
 def _finish(sequence: RunningSequence, end: SequenceEnd) -> pb.Finish.ValueType:
-    if end is SequenceEnd.LENGTH and sequence.limits.goes_on_elsewhere(len(sequence.ids), sequence.num_prompt):
+    if end is SequenceEnd.LENGTH and sequence.limits.needs_readmission(len(sequence.ids), sequence.num_prompt):
         return pb.FINISH_READMIT
     return _FINISH[end]
 

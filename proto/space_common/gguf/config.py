@@ -298,7 +298,7 @@ def _rope(facts: Facts, head_dim: int, rotary: int) -> dict[str, Any]:
 
 
 def _longrope(facts: Facts, rotary: int) -> dict[str, Any]:
-    """Return the RoPE scaling of Phi-3 and Phi-4, whose factors are tensors."""
+    """Return the RoPE scaling of Phi-3 and Phi-4; the factors are tensors of the file."""
     if facts.architecture != "phi3":
         raise GgufError(
             f"{facts.file.path} scales its rotary positions by 'longrope', which of GGUF files those of phi3 do here; "

@@ -21,8 +21,8 @@ from space_common.files import read_text
 from space_common.gguf.find import GgufError
 from space_common.gguf.tokenizer import TokenType, tokenizer_files
 from space_common.kept_files import keep_files
-from space_common.special_tokens import further_tokens, named_tokens, token_text
 from space_common.tokenizer.byte_level import byte_letters
+from space_common.tokenizer.special_tokens import further_tokens, named_tokens, token_text
 
 TOKENIZER = "tokenizer.json"
 _SENTENCEPIECE = "tokenizer.model"
@@ -70,7 +70,7 @@ def _text(file: Path) -> str:
 def _version() -> str:
     """Return eight hexadecimal digits that change with the code that makes the file."""
     folder = Path(__file__).parents[1]
-    sources = (Path(__file__), folder / "gguf" / "tokenizer.py", folder / "special_tokens.py")
+    sources = (Path(__file__), Path(__file__).with_name("special_tokens.py"), folder / "gguf" / "tokenizer.py")
     return hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()[:8]
 
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import tokenizers
 from space_common.files import NotUtf8, read_text
-from space_common.special_tokens import further_tokens, named_tokens, token_text
 from space_common.tokenizer.byte_level import byte_letters
+from space_common.tokenizer.special_tokens import further_tokens, named_tokens, token_text
 from space_common.tokenizer.tokenizer_files import TokenizerFileError, published_tokenizer, tokenizer_json
 
 from space_router.errors import ConfigError

@@ -20,7 +20,7 @@ from space_common.default_model import DEFAULT_BASE, DefaultModelUnavailable
 from space_common.files import is_contained, is_local_name, sha256_of
 from space_common.gguf.find import SUFFIX, GgufError, find_gguf
 from space_common.other_formats import other_format
-from space_common.special_tokens import named_tokens, token_text
+from space_common.tokenizer.special_tokens import named_tokens, token_text
 from space_common.tokenizer.tokenizer_files import TokenizerFileError, published_tokenizer, tokenizer_json
 
 from space_model.checkpoint.quantized_formats import is_of_mlx, read_format

@@ -75,12 +75,12 @@ def translate(source: Mapping[str, Any], name: str) -> Translation | None:
 
 
 _OTHER_NAMES = {"kimi_k2": ("deepseek_v3", "DeepseekV3ForCausalLM")}
-"""Types that are published for another one's class: transformers' type, and the class that config.json names."""
+"""model_type as published -> transformers' model_type of the same model, and its class."""
 
 
 def typed_by_class(source: dict[str, Any]) -> dict[str, Any]:
-    """Return a config.json whose model_type transformers does not have, under the type of the class that it names. Any
-    other is returned as it is."""
+    """Return a config.json of _OTHER_NAMES with transformers' model_type of the class that it names in `architectures`,
+    and any other as it is."""
     model_type, class_name = _OTHER_NAMES.get(str(source.get("model_type")), ("", ""))
     if not model_type or source.get("architectures") != [class_name]:
         return source

@@ -32,7 +32,7 @@ from space_model.geometry.forward_batch import ForwardBatch, Segment
 from space_model.heads import OutputHead
 from space_model.model_error import InvalidSetting, UnsupportedModel
 from space_model.model_facts import HeadFacts
-from space_model.networks.fixed_rope import angles_of
+from space_model.networks.fixed_rope import fix_angles
 from space_model.networks.llama_parts import Norm
 from space_model.networks.network import DraftKV, PagedKV, Taps
 from space_model.space_model import SpaceModel
@@ -69,7 +69,7 @@ class EagleLayer(nn.Module):
         else:
             self._head_norm = None
         rotary = LlamaRotaryEmbedding(config)
-        angles_of(rotary, window, files.name, switches=False)
+        fix_angles(rotary, window, files.name, switches=False)
         self._frequencies, self._scaling = rotary.inv_freq.float(), float(rotary.attention_scaling)
         self._attention = AttentionSpec(self.dim**-0.5, None)
 

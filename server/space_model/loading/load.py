@@ -49,7 +49,7 @@ from space_model.model_error import (
 )
 from space_model.model_facts import HeadFacts, ModelFacts, Ranks
 from space_model.networks.altup import fix_cutoffs
-from space_model.networks.fixed_rope import angles_of
+from space_model.networks.fixed_rope import fix_angles
 from space_model.networks.llama_network import compact_network
 from space_model.networks.own_attention.attach import attach as attach_own_attention
 from space_model.networks.recurrent.attach import attach as attach_recurrent
@@ -146,7 +146,7 @@ def load_model(
         model = read_part(checkpoint, config, Share(ranks.rank, ranks.size), number, place)
     _log.info("weights read in %.2f s, and on %s", time.perf_counter() - begun, place)
     window = _window(config, max_model_len)
-    rope_switch = angles_of(model, window, checkpoint.name, switches=ranks is None)
+    rope_switch = fix_angles(model, window, checkpoint.name, switches=ranks is None)
     vocab_size = len(model.get_output_embeddings().weight)
     eos_ids = checkpoint.eos_ids(vocab_size)
     both = sorted(set(eos_ids).intersection(section.mask_ids))

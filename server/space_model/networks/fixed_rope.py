@@ -52,7 +52,7 @@ class LongRope(nn.Module):
         return (turns.cos() * scaling).to(x.dtype), (turns.sin() * scaling).to(x.dtype)
 
 
-def angles_of(model: nn.Module, window: int, name: str, *, switches: bool = True) -> int | None:
+def fix_angles(model: nn.Module, window: int, name: str, *, switches: bool = True) -> int | None:
     """Give the model's rotary embeddings angles that do not depend on what else a call holds. Return the length beyond
     which a sequence has other angles than up to it; None: there is none. `window`: the positions served. `switches`:
     LongRoPE may be served with both sets; else with that of the window."""
