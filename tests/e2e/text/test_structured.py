@@ -6,11 +6,13 @@ import re
 import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from typing import Any
 
 import jsonschema
 import openai
 import pytest
+from e2e.conftest import Live
 from jsonschema import Draft202012Validator
 
 SCHEMA = {
@@ -60,19 +62,14 @@ def test_the_json_is_valid_and_the_same_with_speculation_off_auto_and_each_k(
     assert 0 < figures["accepted"] < figures["drafted"]
 
 
-def test_what_the_grammar_forces_is_drafted_and_counted(drafting: Any) -> None:
-    # Masks of a model of code know little of these texts; the ends of them, at least, are certain. Which of them masks
-    # happen to draft depends on what was accepted before, so there are several.
-    choices = ("this and nothing else whatsoever", "seven quiet herons, unhurried", "the estuary at noon, unnoticed")
-    name = "spaceserve_accepted_tokens_by_source_total{source=grammar}"
-    before = drafting.metrics()[name]
-    for prompt in ("x", "def f():", "# this and nothing else whatsoever\n", "a = 5"):
-        for choice in choices:
-            text = drafting.complete(prompt, max_tokens=60, structured_outputs={"choice": [choice]})
-            assert text["choices"][0]["text"] == choice
-            assert text["choices"][0]["finish_reason"] == "stop"
-            assert text["spaceserve"]["accepted"] > 0
-    assert drafting.metrics()[name] > before
+def test_what_the_grammar_forces_is_drafted_and_counted(serve: Any) -> None:
+    # Without masks: they draft within the grammar as well, and may draft all that it forces.
+    choice, source = "this and nothing else whatsoever", "spaceserve_accepted_tokens_by_source_total{source=grammar}"
+    with serve("--lookup", "only") as server, closing(Live(server)) as maskless:
+        text = maskless.complete("x", max_tokens=60, temperature=0, structured_outputs={"choice": [choice]})
+        assert text["choices"][0]["text"] == choice
+        assert text["choices"][0]["finish_reason"] == "stop"
+        assert maskless.metrics()[source] == text["spaceserve"]["accepted"] > 0
 
 
 @pytest.mark.parametrize("stream", [False, True])
