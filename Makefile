@@ -14,7 +14,7 @@ CHAOS = PYTHONPATH=tests/support:tests $(PYTHON_IN_VENV) -P -m chaos
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve test lint types unit matrix clients schemas templates page dashboard real clean-root bench crowd overload faults hosts soak chaos gpu-check fuzz audit sbom lock oldest
+.PHONY: help install serve test lint types unit matrix clients schemas templates page dashboard real clean-root bench crowd overload faults hosts soak chaos gpu-check gpu-peers fuzz audit sbom lock oldest
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -95,9 +95,12 @@ chaos: install  ## everything at once: kills, cuts, full disk, clock jumps, floo
 	@$(CHAOS) day $(if $(HOURS),--hours $(HOURS)) $(FLAGS)
 
 # On a GPU machine without this environment its own python3 runs it: nothing of it needs the router.
-gpu-check: export PYTHONPATH := $(CURDIR)/kernels:$(CURDIR)/proto:$(CURDIR)/server:$(CURDIR)/tests/support:$(CURDIR)/tests$(if $(PYTHONPATH),:$(PYTHONPATH))
+gpu-check gpu-peers: export PYTHONPATH := $(CURDIR)/kernels:$(CURDIR)/proto:$(CURDIR)/server:$(CURDIR)/tests/support:$(CURDIR)/tests$(if $(PYTHONPATH),:$(PYTHONPATH))
 gpu-check:  ## what only a GPU can show, and one report (DRY=1: the plan, and every stage, tiny, on the CPU; FLAGS="--plan", "--stages … --resume")
 	@$(or $(wildcard $(PYTHON_IN_VENV)),python3) -P -m gpu $(if $(DRY),--dry) $(FLAGS)
+
+gpu-peers:  ## vLLM and SGLang beside this server on one GPU, in alternating turns (DRY=1: tiny, on the CPU; FLAGS="--help", "--peer vllm=PYTHON")
+	@$(or $(wildcard $(PYTHON_IN_VENV)),python3) -P -m gpu.side_by_side $(if $(DRY),--dry) $(FLAGS)
 
 lock: install  ## renew the pinned versions and hashes in docker/locks from pyproject.toml
 	@docker/lock.sh --upgrade

@@ -29,8 +29,8 @@ from xml.etree import ElementTree
 import torch
 from space_common.process import module_command, safe_environment
 
-from gpu.report import Record, Report, written
-from gpu.stages import FAST_STAGES, ROOT, STAGES, Slice, Stage, num_processes
+from gpu.report import CHECK, Catalogue, Record, Report, written
+from gpu.stages import ALL_STAGES, FAST_STAGES, ROOT, Slice, Stage, num_processes
 
 HERE = Path(__file__).parent
 MINUTES, DRY_MINUTES = 100.0, 10.0
@@ -40,36 +40,57 @@ _SHOWN = 25
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    parser = parser_of(CHECK, "python -P -m gpu", __doc__ or "", Path("runs/gpu-check"), fast=FAST_STAGES)
+    return run_catalogue(CHECK, parser, parser.parse_args(argv), fast=FAST_STAGES)
+
+
+def parser_of(
+    catalogue: Catalogue, prog: str, description: str, out: Path, *, fast: Sequence[str] = ()
+) -> argparse.ArgumentParser:
+    """The flags of a command that runs a catalogue's stages. `fast`: those that the name `fast` stands for, if any."""
+    stages = catalogue.stages
     parser = argparse.ArgumentParser(
-        prog="python -P -m gpu",
-        description=__doc__,
+        prog=prog,
+        description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="stages:\n" + "\n".join(f"  {name:<16} {stage.title}" for name, stage in STAGES.items()),
+        epilog="stages:\n" + "\n".join(f"  {name:<18} {stage.title}" for name, stage in stages.items()),
     )
     parser.add_argument("--dry", action="store_true", help="every stage at tiny sizes on the CPU: figures mean nothing")
-    parser.add_argument("--out", type=Path, default=Path("runs/gpu-check"), help="folder of the report [%(default)s]")
-    slices = [str(one) for name in STAGES for one in Slice.all_of(name) if one.count > 1]
+    parser.add_argument("--out", type=Path, default=out, help="folder of the report [%(default)s]")
+    slices = [str(one) for name in stages for one in Slice.all_of(name) if one.count > 1]
     parser.add_argument(
         "--stages",
         nargs="+",
         default=[],
         metavar="STAGE",
-        choices=[*STAGES, *slices, "fast"],
-        help="only these, or these slices (kernels-2) [all]",
+        choices=[*stages, *slices, *(["fast"] if fast else [])],
+        help=f"only these, or these slices ({slices[1]}) [all]",
     )
     parser.add_argument("--resume", action="store_true", help="leave out slices that have passed")
     parser.add_argument("--plan", action="store_true", help="list the slices and their limits; run nothing")
     parser.add_argument("--minutes", type=float, help=f"of all stages together [{MINUTES:g}; dry {DRY_MINUTES:g}]")
     parser.add_argument("--commit", help="of a copy that is no checkout")
-    options = parser.parse_args(argv)
+    return parser
+
+
+def run_catalogue(
+    catalogue: Catalogue,
+    parser: argparse.ArgumentParser,
+    options: argparse.Namespace,
+    *,
+    fast: Sequence[str] = (),
+    words: Sequence[object] = (),
+) -> int:
+    """Run the slices that `options` ask for and write the report. `words`: further ones of pytest. The exit status."""
     if not (options.dry or options.plan) and not torch.cuda.is_available():
         parser.error("there is no CUDA device here (or this torch has none); --dry runs every stage on the CPU")
-    asked = {name for word in options.stages for name in (FAST_STAGES if word == "fast" else (word,))} or set(STAGES)
+    stages = catalogue.stages
+    asked = {name for word in options.stages for name in (fast if word == "fast" else (word,))} or set(stages)
     minutes = options.minutes or (DRY_MINUTES if options.dry else MINUTES)
-    report = Report(options.out.resolve(), dry=options.dry, commit_given=options.commit)
+    report = Report(options.out.resolve(), dry=options.dry, commit_given=options.commit, catalogue=catalogue)
     in_one = options.dry and not options.plan
     found = {one for name in asked for one in Slice.named(name, dry=in_one)}
-    chosen = [one for name in STAGES for one in Slice.all_of(name, dry=in_one) if one in found]
+    chosen = [one for name in stages for one in Slice.all_of(name, dry=in_one) if one in found]
     if options.resume:
         passed = {name for name, record in report.records().items() if record.outcome == "passed"}
         chosen = [one for one in chosen if str(one) not in passed]
@@ -79,32 +100,32 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.dry:
         whole = [one for name in dict.fromkeys(one.stage for one in chosen) for one in Slice.all_of(name)]
         print("\n".join(["on a GPU:", *plan(whole)]), file=sys.stderr)
-    records = check(chosen, report, minutes)
+    records = check(chosen, report, minutes, words)
     for record in records.values():
-        print(f"{record.stage:<18} {record.outcome:<10} {written(record.seconds, 's'):>8}  {record.why}")
+        print(f"{record.stage:<20} {record.outcome:<10} {written(record.seconds, 's'):>8}  {record.why}")
     print(f"wrote {report.folder}/report.md and report.json", file=sys.stderr)
     return int(any(record.outcome in ("failed", "timed out") for record in records.values()))
 
 
 def plan(slices: Sequence[Slice]) -> list[str]:
     """Lines: each slice's name, limit and title, and the limit of all together."""
-    limits = [STAGES[one.stage].seconds for one in slices]
-    lines = [
-        f"{one!s:<18} ≤ {limit:3.0f} s  {STAGES[one.stage].title}" for one, limit in zip(slices, limits, strict=True)
-    ]
+    stages = [ALL_STAGES[one.stage] for one in slices]
+    limits = [stage.seconds for stage in stages]
+    lines = [f"{one!s:<20} ≤ {stage.seconds:3.0f} s  {stage.title}" for one, stage in zip(slices, stages, strict=True)]
     return [*lines, f"{len(slices)} slices: ≤ {sum(limits) / 60:.0f} minutes"]
 
 
-def check(slices: Sequence[Slice], report: Report, minutes: float) -> dict[str, Record]:
-    """Run slices and write the report after each; the records that the folder then has."""
+def check(slices: Sequence[Slice], report: Report, minutes: float, words: Sequence[object] = ()) -> dict[str, Record]:
+    """Run slices and write the report after each; the records that the folder then has. `words`: see `run_slice`."""
     report.folder.mkdir(parents=True, exist_ok=True)
     for one in slices:
         (report.folder / f"{one}.json").unlink(missing_ok=True)
     until = time.monotonic() + 60 * minutes
 
     def run(one: Slice) -> None:
-        print(f"== {one}: {STAGES[one.stage].title}", file=sys.stderr, flush=True)
-        run_slice(one, STAGES[one.stage], report, until - time.monotonic())
+        stage = ALL_STAGES[one.stage]
+        print(f"== {one}: {stage.title}", file=sys.stderr, flush=True)
+        run_slice(one, stage, report, until - time.monotonic(), words)
 
     # Figures want the machine for themselves; those of a dry run mean nothing.
     with ThreadPoolExecutor(2 if report.dry else 1) as pool:
@@ -113,8 +134,9 @@ def check(slices: Sequence[Slice], report: Report, minutes: float) -> dict[str, 
     return report.records()
 
 
-def run_slice(one: Slice, stage: Stage, report: Report, seconds: float) -> Record:
-    """Run a slice in a process of its own, for at most so many seconds; its record, however it ended."""
+def run_slice(one: Slice, stage: Stage, report: Report, seconds: float, more: Sequence[object] = ()) -> Record:
+    """Run a slice in a process of its own, for at most so many seconds; its record, however it ended. `more`: words for
+    pytest beside those that every stage has."""
     file = report.folder / f"{one}.json"
     date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     blank = Record(str(one), report.dry, report.machine, date)
@@ -130,7 +152,7 @@ def run_slice(one: Slice, stage: Stage, report: Report, seconds: float) -> Recor
         results = Path(folder) / "results.xml"
         if stage.suite is None:
             node = f"{HERE / stage.file}::test_{one.stage.replace('-', '_')}"
-            words = [node, "-s", "-m", "gpu", "--out", report.folder, "--seconds", f"{limit:.1f}"]
+            words = [node, "-s", "-m", "gpu", "--out", report.folder, "--seconds", f"{limit:.1f}", *more]
             words += [
                 "--slice",
                 f"{one.number}/{one.count}",

@@ -10,7 +10,7 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
@@ -20,7 +20,7 @@ import torch
 from space_common.version import commit, machine
 from space_eval.report import markdown_table, without_nan, write_report
 
-from gpu.stages import STAGES, Slice
+from gpu.stages import STAGES, Slice, Stage
 
 GRACE = 15.0  # seconds before its limit at which a stage begins nothing new
 
@@ -88,12 +88,18 @@ class Notes:
         self.record, self._file, self.part = record, file, part
         self.dry = record.dry  # tiny sizes on the CPU: the figures mean nothing
         self.device = torch.device("cpu" if self.dry else "cuda")
+        self.folder = file.parent
         self._until = time.monotonic() + seconds - min(GRACE, seconds / 4)
         record.save(file)
 
+    @property
+    def seconds_left(self) -> float:
+        """Until it is late."""
+        return self._until - time.monotonic()
+
     def is_late(self, name: str) -> bool:
         """Whether no time is left to measure `name`, which is then written down as missing."""
-        if time.monotonic() <= self._until:
+        if self.seconds_left >= 0:
             return False
         self.missing(name, "no time was left")
         return True
@@ -208,19 +214,33 @@ TARGETS: Mapping[str, tuple[Target, ...]] = {
 """What the GPU path promises, by stage."""
 
 
+@dataclass(frozen=True)
+class Catalogue:
+    """The stages of one command, and what its report begins with."""
+
+    title: str
+    stages: Mapping[str, Stage]
+    summary: Callable[[Mapping[str, Record]], str] | None = None  # of the records: Markdown before the stages
+
+
+CHECK = Catalogue("GPU check", STAGES)
+
+
 class Report:
     """report.md and report.json in a folder, made from the records of the stages in it."""
 
-    def __init__(self, folder: Path, *, dry: bool, commit_given: str | None = None) -> None:
+    def __init__(
+        self, folder: Path, *, dry: bool, commit_given: str | None = None, catalogue: Catalogue = CHECK
+    ) -> None:
         """`commit_given`: of a copy that is no checkout."""
-        self.folder, self.dry = folder, dry
+        self.folder, self.dry, self._catalogue = folder, dry, catalogue
         self.facts = facts(dry=dry, commit_given=commit_given)
         self.machine = f"{self.facts['device']}, {self.facts['commit']}"
 
     def records(self) -> dict[str, Record]:
         """The stages that were run in the same way, on this machine and commit."""
         names = dict.fromkeys(
-            str(one) for name in STAGES for dry in (True, False) for one in Slice.all_of(name, dry=dry)
+            str(one) for name in self._catalogue.stages for dry in (True, False) for one in Slice.all_of(name, dry=dry)
         )
         found = {name: Record.read(self.folder / f"{name}.json") for name in names}
         return {
@@ -239,7 +259,7 @@ class Report:
     def rows(self, records: Mapping[str, Record]) -> list[list[str]]:
         """Cells of `_HEAD`: for each stage its outcome, its targets, its other figures."""
         rows = []
-        for name, stage in STAGES.items():
+        for name, stage in self._catalogue.stages.items():
             labels = [name, *(str(one) for one in Slice.all_of(name))]
             found = {label: records[label] for label in dict.fromkeys(labels) if label in records}
             if not found:
@@ -267,11 +287,13 @@ class Report:
         return [*rows, *(["", name, value, "", ""] for name, value in values.items() if name not in names)]
 
     def markdown(self, records: Mapping[str, Record]) -> str:
-        lines = ["# GPU check", ""]
+        lines = [f"# {self._catalogue.title}", ""]
         if self.dry:
             text = "A dry run: tiny sizes on the CPU, to see that every stage runs. Its figures mean nothing."
             lines += [f"**{text}**", ""]
         lines += [f"{name}: {value}  " for name, value in self.facts.items()]
+        if self._catalogue.summary is not None:
+            lines += ["", self._catalogue.summary(records)]
         lines += ["", _table(_HEAD, self.rows(records))]
         for name, record in records.items():
             lines += [f"## {name}", "", f"{record.outcome} on {record.machine}, {record.date}", ""]

@@ -7,7 +7,8 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections import ChainMap
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -45,15 +46,15 @@ class Slice:
     @classmethod
     def all_of(cls, name: str, *, dry: bool = False) -> list[Slice]:
         """The slices of a stage; a dry run is small enough for one."""
-        count = 1 if dry else STAGES[name].num_slices
+        count = 1 if dry else ALL_STAGES[name].num_slices
         return [cls(name, number, count) for number in range(1, count + 1)]
 
     @classmethod
     def named(cls, name: str, *, dry: bool = False) -> list[Slice]:
         """Those that a stage's or a slice's name stands for. Raises KeyError."""
-        if name in STAGES:
+        if name in ALL_STAGES:
             return cls.all_of(name, dry=dry)
-        return {str(one): [one] for stage in STAGES for one in cls.all_of(stage)}[name]
+        return {str(one): [one] for stage in ALL_STAGES for one in cls.all_of(stage)}[name]
 
     def __str__(self) -> str:
         return self.stage if self.count == 1 else f"{self.stage}-{self.number}"
@@ -120,6 +121,19 @@ STAGES: dict[str, Stage] = {
     "start-1b": Stage("From process start to the first answer, 1B", "test_worker.py", 180),
     "start-8b": Stage("From process start to the first answer, 8B", "test_worker.py", LONGEST),
 }
+
+PEER_STAGES: dict[str, Stage] = {
+    "weights": Stage("Random weights that every engine loads", "test_peers.py", LONGEST),
+    "vllm-plain": Stage("Plain decoding beside vLLM", "test_peers.py", LONGEST, num_slices=2),
+    "vllm-drafts": Stage("Drafts beside vLLM's of k = 1, 2, 3, 5", "test_peers.py", LONGEST, num_slices=4),
+    "vllm-first-token": Stage("First token beside vLLM", "test_peers.py", LONGEST),
+    "sglang-plain": Stage("Plain decoding beside SGLang", "test_peers.py", LONGEST, num_slices=2),
+    "sglang-drafts": Stage("Drafts beside SGLang's of k = 1, 2, 3, 5", "test_peers.py", LONGEST, num_slices=4),
+    "sglang-first-token": Stage("First token beside SGLang", "test_peers.py", LONGEST),
+}
+"""Of `make gpu-peers`: another engine and ours on one GPU, in turn."""
+
+ALL_STAGES: Mapping[str, Stage] = ChainMap(STAGES, PEER_STAGES)
 
 FAST_STAGES = ("attention", "exact-products")  # of a dry run: what a test of every change can afford
 

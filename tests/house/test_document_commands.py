@@ -41,6 +41,7 @@ RUN_BY = {
     "make dashboard": ("Makefile", "tests/dashboard"),
     "make gpu-check DRY=1": ("tests/gpu/test_gpu_check.py", "test_every_stage_runs_dry"),
     'make gpu-check DRY=1 FLAGS="--plan"': ("tests/gpu/test_gpu_check.py", '"--plan"'),
+    "make gpu-peers DRY=1": ("tests/gpu/test_gpu_peers.py", "test_a_stage_of_each_kind_runs_dry_over_real_servers"),
     ".venv/bin/spaceserve workers restart --api-key-file ops.key --finish-seconds 30": (
         "tests/router/process/test_rolling_restart_process.py",
         'front.workers("restart", "--finish-seconds"',

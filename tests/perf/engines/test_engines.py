@@ -331,11 +331,14 @@ def test_a_running_server_is_an_engine() -> None:
         Thread(target=server.serve_forever, daemon=True).start()
         engine = openai_driver.open_engine({"url": f"http://127.0.0.1:{server.server_port}/v1"})
         answer = Answer(*engine.run("over HTTP", [[1, 2], [3, 4]], 4))
+        shared = openai_driver.open_engine({"url": f"http://127.0.0.1:{server.server_port}", "clients": 2})
+        outputs, seconds = shared.run("over HTTP", [[1], [2], [3]], 4)
         with pytest.raises(ValueError, match="does not return token ids"):
             engine.run("over HTTP", [[9]], 4)
         server.shutdown()
     assert (engine.facts()["version"], answer.outputs) == ("m", [[7, 8, 8, 8]] * 2)
-    assert all(times[0] > 0 and len(times) == 4 for times in answer.seconds)
+    assert outputs == [[7, 8, 8, 8]] * 3  # of two processes
+    assert all(times[0] > 0 and len(times) == 4 for times in [*answer.seconds, *seconds])
 
 
 class OwnCompletions(Completions):

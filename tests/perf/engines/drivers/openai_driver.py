@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import time
 import urllib.request
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from typing import Any
 
 ARM = "over HTTP"
@@ -14,13 +15,18 @@ PLAIN, DRAFTS = "over HTTP, plain", "over HTTP, drafts"
 
 
 class OpenAIServer:
-    """A server that is already running, asked through /v1/completions."""
+    """A server that is already running, asked through /v1/completions.
+
+    The setting `clients` is the number of processes that share the prompts [1]: a single one that reads hundreds of
+    streams may be slower than the server.
+    """
 
     def __init__(self, settings: dict[str, Any]) -> None:
         self._url = settings["url"].rstrip("/").removesuffix("/v1") + "/v1"
         self._open = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
         with self._open(f"{self._url}/models", timeout=60) as response:
             self._model = json.load(response)["data"][0]["id"]
+        self._clients: int = settings.get("clients", 1)
         self._arms: dict[str, dict[str, Any]] = {ARM: {}}
         if self._can_choose_drafts():
             self._arms = {PLAIN: {"speculation": "off"}, DRAFTS: {"speculation": "auto"}}
@@ -43,7 +49,24 @@ class OpenAIServer:
         self.run(arm, [prompt[:16] for prompt in prompts], 4)
 
     def run(self, arm: str, prompts: Sequence[Sequence[int]], max_tokens: int) -> Any:
-        begun = time.perf_counter()
+        clients = min(self._clients, len(prompts))
+        if clients == 1:
+            return self._streams(arm, prompts, max_tokens, time.perf_counter())
+        shares = [list(prompts[number::clients]) for number in range(clients)]
+        with ProcessPoolExecutor(clients, multiprocessing.get_context("fork")) as pool:
+            list(pool.map(abs, range(clients)))  # its processes are started before the clock, which all of them share
+            begun = time.perf_counter()
+            parts = list(pool.map(self._streams, [arm] * clients, shares, [max_tokens] * clients, [begun] * clients))
+        outputs: list[list[int]] = [[] for _ in prompts]
+        seconds: list[list[float]] = [[] for _ in prompts]
+        for number, (ids, times) in enumerate(parts):
+            outputs[number::clients], seconds[number::clients] = ids, times
+        return outputs, seconds
+
+    def _streams(
+        self, arm: str, prompts: Sequence[Sequence[int]], max_tokens: int, begun: float
+    ) -> tuple[list[list[int]], list[list[float]]]:
+        """A thread for each prompt: all ids, and when each was there."""
         with ThreadPoolExecutor(len(prompts)) as pool:
             streams = list(pool.map(lambda prompt: self._stream(arm, prompt, max_tokens, begun), prompts))
         return [ids for ids, _ in streams], [seconds for _, seconds in streams]
