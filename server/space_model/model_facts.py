@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
@@ -114,7 +115,15 @@ class ModelFacts:
     kv_layers: tuple[LayerKV, ...] = ()  # by layer; empty: all alike, each with pages of its own
     states: tuple[LayerState | None, ...] = ()  # what each layer remembers beside keys and values; empty: nothing
     rope_switch: int | None = None  # ids beyond which a sequence has other angles (LongRoPE); None: all have the same
+    angles_of_window: str = ""  # rotary angles that the served window decides; "": the checkpoint alone does
     num_ranks: int = 1  # ranks that share the model; numbers of heads and bytes of KV cache are per rank
+
+    @property
+    def served_hash(self) -> str:
+        """Return a hash that two workers share only if they compute the same function of a text."""
+        if not self.angles_of_window:
+            return self.model_hash
+        return hashlib.sha256(f"{self.model_hash} {self.angles_of_window}".encode()).hexdigest()
 
     @property
     def number_format(self) -> str:

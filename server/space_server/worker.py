@@ -201,7 +201,7 @@ class Worker:
             protocol_major=PROTOCOL_MAJOR,
             protocol_minor=PROTOCOL_MINOR,
             incarnation=incarnation,
-            model_hash=facts.model_hash,
+            model_hash=facts.served_hash,
             tokenizer_hash=facts.tokenizer_hash,
             vocab_size=facts.vocab_size,
             block_size=self.block_size,

@@ -146,7 +146,7 @@ def load_model(
         model = read_part(checkpoint, config, Share(ranks.rank, ranks.size), number, place)
     _log.info("weights read in %.2f s, and on %s", time.perf_counter() - begun, place)
     window = _window(config, max_model_len)
-    rope_switch = fix_angles(model, window, checkpoint.name, switches=ranks is None)
+    angles = fix_angles(model, window, checkpoint.name, switches=ranks is None)
     vocab_size = len(model.get_output_embeddings().weight)
     eos_ids = checkpoint.eos_ids(vocab_size)
     both = sorted(set(eos_ids).intersection(section.mask_ids))
@@ -184,7 +184,8 @@ def load_model(
         kv_layers=family.kv_layers(model.config),
         states=layer_states(model.config),
         num_ranks=num_ranks,
-        rope_switch=rope_switch,
+        rope_switch=angles.switch,
+        angles_of_window=angles.of_window,
     )
     try:
         make = choose_ops or (lambda _: ops_for(place, attention=attention, exact=exact, dtype=number, fp8_kv=fp8_kv))

@@ -52,12 +52,19 @@ class LongRope(nn.Module):
         return (turns.cos() * scaling).to(x.dtype), (turns.sin() * scaling).to(x.dtype)
 
 
-def fix_angles(model: nn.Module, window: int, name: str, *, switches: bool = True) -> int | None:
-    """Give the model's rotary embeddings angles that do not depend on what else a call holds. Return the length beyond
-    which a sequence has other angles than up to it; None: there is none. `window`: the positions served. `switches`:
-    LongRoPE may be served with both sets; else with that of the window."""
+class FixedAngles(NamedTuple):
+    """What `fix_angles` has fixed."""
+
+    switch: int | None = None  # length beyond which a sequence has other angles than up to it; None: there is none
+    of_window: str = ""  # angles that the served window decides, for all sequences; "": the checkpoint alone does
+
+
+def fix_angles(model: nn.Module, window: int, name: str, *, switches: bool = True) -> FixedAngles:
+    """Give the model's rotary embeddings angles that do not depend on what else a call holds. `window`: the positions
+    served. `switches`: LongRoPE may be served with both sets; else with that of the window."""
     switch: int | None = None
     fixed: Any = None
+    of_window = ""
     for path, module in list(model.named_modules()):
         kind = getattr(module, "rope_type", None)
         if kind not in OF_LENGTH:
@@ -70,10 +77,14 @@ def fix_angles(model: nn.Module, window: int, name: str, *, switches: bool = Tru
             setattr(model.get_submodule(parent), attribute, rope)
         else:
             _fix(fixed, window)
+            if kind == "longrope" and window > original:
+                of_window = "long"
+            elif kind == "dynamic" and window > int(fixed.config.max_position_embeddings):
+                of_window = f"dynamic {window}"
     if fixed is not None:
         rope = fixed.config.rope_parameters
         _log.info("%s: %s", name, _words(rope, window, int(fixed.config.max_position_embeddings), switch))
-    return switch
+    return FixedAngles(switch, of_window)
 
 
 def _fix(module: Any, window: int) -> None:

@@ -12,6 +12,7 @@ import torch
 from space_model.geometry.forward_batch import ForwardBatch, Segment
 from space_model.loading.load import load_model
 from space_model.model_error import InvalidSetting, UnsupportedModel
+from space_model.networks import fixed_rope
 from space_model.space_model import SpaceModel
 from tiny_checkpoints import tiny_checkpoint
 from torch import Tensor
@@ -182,3 +183,18 @@ def test_angles_by_layer_type_that_depend_on_the_length_are_refused(tmp_path: Pa
     path = tiny_checkpoint(tmp_path, "gemma3", rope_parameters=ropes)
     with pytest.raises(UnsupportedModel, match="by 'dynamic'"):
         load_model(path)
+
+
+def test_workers_with_bases_of_their_windows_are_told_apart(dynamic: Path) -> None:
+    usual, whole, wide, wider = (load_model(dynamic, max_model_len=window).facts for window in (40, 64, 100, 200))
+    assert usual.served_hash == whole.served_hash == whole.model_hash
+    assert len({facts.served_hash for facts in (usual, wide, wider)}) == 3
+
+
+def test_workers_that_all_switch_factors_are_alike_and_others_are_told_apart(
+    long: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    short, both = (load_model(long, max_model_len=window).facts for window in (64, 100))
+    assert short.served_hash == both.served_hash == short.model_hash  # up to the original length they are the same
+    monkeypatch.setattr(fixed_rope, "_long_rope", lambda _: None)
+    assert load_model(long, max_model_len=100).facts.served_hash != both.served_hash

@@ -130,7 +130,10 @@ class WorkerModelFacts:
         """Return why this worker cannot continue the requests of `before`, or None if it can."""
         if self.text_depends_on != before.text_depends_on:
             theirs, ours = (" ".join(one.text_depends_on) for one in (self, before))
-            return f"A worker has {theirs}, the one before it {ours}. Give all the same model and dtype."
+            return (
+                f"A worker has {theirs}, the one before it {ours}. Give all the same model and dtype, and where rotary "
+                "positions depend on the window (dynamic NTK, LongRoPE) the same --max-model-len."
+            )
         if self.encoder != before.encoder:
             theirs, ours = ("none" if one.encoder is None else one.encoder.hash[:12] for one in (self, before))
             return f"A worker has the encoder {theirs}, the one before it {ours}. Give all the same --embedding-model."
