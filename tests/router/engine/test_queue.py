@@ -236,11 +236,11 @@ def test_who_need_not_wait_is_not_refused_for_a_queue_of_no_places() -> None:
     )
 
 
-def asked(queue: RequestQueue, key: str, now: float, age: int, prompt: int = 1) -> bool:
+def asked(queue: RequestQueue, key: str, now: float, age: int, prompt: int = 1, priority: int = 0) -> bool:
     """Whether a request of this key is let in, as the engine asks for it."""
     if queue.refusal(key, now) is not None:
         return False
-    live = RequestState(replace(request_of(prompt), key=key), 1, age, now)
+    live = RequestState(replace(request_of(prompt, priority=priority), key=key), 1, age, now)
     queue.push(live)
     if queue.overfull(live, now) is None:
         return True
@@ -505,3 +505,26 @@ def test_a_deadline_is_not_near_because_the_answer_might_fill_the_window() -> No
         table.tick()
     assert running.statistics.num_generated == 20
     assert not any(stream.statistics.num_generated for stream in others)
+
+
+def test_an_urgent_request_is_expected_to_wait_behind_what_goes_before_it_alone() -> None:
+    queue = RequestQueue(100, max_seconds=8.0)
+    crowded(queue, 0.5, 200.0)
+    while asked(queue, "", 202.0, 10**6):
+        pass
+    assert queue.refusal("", 202.5) is not None, "before its priority is known, the usual one is assumed"
+    assert queue.refusal("", 203.5) is None, "now and then one is read"
+    assert asked(queue, "", 205.0, 10**6 + 1, priority=-1)
+    assert queue.refusal("", 205.1) is None, "such requests come, so none is refused before its priority is known"
+    assert not asked(queue, "", 205.2, 10**6 + 2, priority=1)
+    assert queue.expected_wait("", -1) < 1.0 < 6.0 <= queue.expected_wait("", 0)
+    assert queue.expected_wait("other", 1) >= queue.expected_wait("", 0) - 1.0, "what is more urgent goes first"
+
+
+def test_what_ages_into_a_level_within_the_longest_wait_counts_there() -> None:
+    queue = RequestQueue(100, ageing=4.0, max_seconds=8.0)
+    crowded(queue, 0.5, 200.0)
+    while asked(queue, "", 202.0, 10**6):
+        pass
+    assert not asked(queue, "", 204.0, 10**6 + 1, priority=-2)
+    assert asked(queue, "", 206.0, 10**6 + 2, priority=-3)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import Counter
+from dataclasses import dataclass
 from typing import Any
 
 from space_router.engine.errors import QueueFull
@@ -82,7 +83,20 @@ MIN_GAPS = 8  # admissions measured before the bound on seconds holds
 MIN_WAITING = 2  # requests that may wait however slow the last ones were; while so many wait, the speed is measured
 EXPECTED_SHARE = 0.75  # of the longest wait, which a new request may be expected to wait: often it is more in the end
 SPEED_WEIGHT = 0.95  # decay per admission of the sums from which the tokens per second are known
+LOOK_SECONDS = 1.0  # between requests of which the priority is read though they seem to come too late
 SHARED_SECONDS = 10.0  # after a refusal, in which the key that was refused counts among those that share the queue
+
+
+@dataclass
+class WaitingLevel:
+    """The waiting requests of one key and priority."""
+
+    number: int = 0
+    charges: float = 0.0  # tokens that the key is expected to be charged
+
+    def add(self, charge: float, number: int = 1) -> None:
+        self.charges += charge
+        self.number += number
 
 
 class RequestQueue:
@@ -128,7 +142,9 @@ class RequestQueue:
         self._waiting: dict[RequestState, float] = {}  # -> tokens that its key will be charged, as far as known
         self._num_of = Counter[str]()  # waiting requests by key
         self._tokens_of = Counter[str]()  # waiting prompt tokens by key
-        self._charges_of: dict[str, float] = {}  # expected charges of the waiting requests by key, tokens
+        self._levels_of: dict[str, dict[int, WaitingLevel]] = {}  # the waiting requests by key and priority
+        self._last_look = -math.inf  # when a request was let past whose priority was not known
+        self._most_urgent = 0  # priority of the most urgent request that ever came
         self._refused: dict[str, float] = {}  # keys that had less than their share -> when last; the latest at the end
         self._now = -math.inf  # latest known time
         self._priorities: Counter[int] = Counter()  # of the requests in the order
@@ -155,7 +171,8 @@ class RequestQueue:
     def push(self, live: RequestState, *, parked: bool = False) -> None:
         """Add a request. The bounds are not checked here; see `overfull`."""
         charge = self._waiting[live] = live.num_prompt + self._expected_charge(live)
-        self._charges_of[live.request.key] = self._charges_of.get(live.request.key, 0.0) + charge
+        self._levels_of.setdefault(live.request.key, {}).setdefault(live.request.priority, WaitingLevel()).add(charge)
+        self._most_urgent = min(self._most_urgent, live.request.priority)
         self.num_tokens += live.num_prompt
         self._num_of[live.request.key] += 1
         self._tokens_of[live.request.key] += live.num_prompt
@@ -212,13 +229,15 @@ class RequestQueue:
         """Remove a request; no effect if it does not wait here."""
         if live in self._waiting:
             self._leave_order(live)
-            self._charges_of[live.request.key] -= self._waiting.pop(live)
+            self._levels_of[live.request.key][live.request.priority].add(-self._waiting.pop(live), -1)
+            if not self._levels_of[live.request.key][live.request.priority].number:
+                del self._levels_of[live.request.key][live.request.priority]
             self.num_tokens -= live.num_prompt
             self._num_of[live.request.key] -= 1
             self._tokens_of[live.request.key] -= live.num_prompt
             if not self._num_of[live.request.key]:
                 del self._num_of[live.request.key], self._tokens_of[live.request.key]
-                del self._charges_of[live.request.key]
+                del self._levels_of[live.request.key]
 
     def admitted(self, live: RequestState, now: float, num_prefill: int = 0) -> None:
         """Remove a request that goes to a worker, and charge its key.
@@ -260,15 +279,27 @@ class RequestQueue:
         answer = self.expected_answer(live)
         return live.request.charge(answer, answer / (live.request.num_forced_drafts + 1))
 
-    def expected_wait(self, key: str, charges: float) -> float:
-        """Return the seconds until a request of this key is served, if it waits behind `charges` tokens of its own key.
+    def expected_wait(self, key: str, priority: int, own: float = 0.0) -> float:
+        """Return the seconds until a request of this key and priority is served that came last. `own`: its charge, if
+        it waits already.
 
-        Keys take turns: meanwhile each other key that waits is served as many tokens, with requests that come later.
+        What is more urgent goes first, and what is less urgent does not count unless it can reach this level within the
+        longest wait. Keys take turns: while the key's own requests are served, each other key that waits at this level
+        is served as many tokens, with requests that come later.
         """
-        tenant = self._tenants.get(key)
-        tokens = charges if tenant is None else charges + max(0.0, tenant.finish - self._clock)
-        num_keys = len({key, *self._num_of})
-        return tokens * num_keys * self._admitted_seconds / self._admitted_tokens if self._admitted_tokens else 0.0
+        if not self._admitted_tokens:
+            return 0.0
+        latest = priority + self.max_seconds / self._ageing
+        charges, before, num_keys = -own, 0.0, 1
+        for other, levels in self._levels_of.items():
+            if other == key:
+                charges += sum(level.charges for at, level in levels.items() if at <= latest)
+            else:
+                before += sum(level.charges for at, level in levels.items() if at < priority)
+                num_keys += any(priority <= at <= latest for at in levels)
+        if (tenant := self._tenants.get(key)) is not None:
+            charges += max(0.0, tenant.finish - self._clock)
+        return (charges * num_keys + before) * self._admitted_seconds / self._admitted_tokens
 
     def overfull(self, live: RequestState, now: float) -> QueueFull | None:
         """Return the error for the request that was pushed last if more waits than allowed; None otherwise.
@@ -280,17 +311,24 @@ class RequestQueue:
             return self._refuse(key, now, self._num_of[key] - 1)
         if over_share := self._over_share(key, now, self._num_of[key]):
             return over_share
-        return self._too_late(key, len(self) - 1, self._charges_of[key] - self._waiting[live])
+        return self._too_late(key, live.request.priority, len(self) - 1, self._waiting[live])
 
     def refusal(self, key: str, now: float) -> QueueFull | None:
-        """Return the error for a new request that would have to wait; None if it may wait or may not have to."""
+        """Return the error for a new request that would have to wait; None if it may wait or may not have to.
+
+        Its priority is not known yet. The most urgent that ever came is assumed, and now and then one is let past that
+        is expected to wait too long, since it may be more urgent still; `overfull` knows.
+        """
         if not self._waiting:
             return None
         if len(self) >= self.max_waiting or self.num_tokens >= self.max_tokens:
             return self._refuse(key, now, self._num_of[key])
         if over_share := self._over_share(key, now, self._num_of[key] + 1):
             return over_share
-        return self._too_late(key, len(self), self._charges_of.get(key, 0.0))
+        if (late := self._too_late(key, self._most_urgent, len(self))) is None or now - self._last_look >= LOOK_SECONDS:
+            self._last_look = now
+            return None
+        return late
 
     def _forget_refusals(self, now: float) -> None:
         while self._refused and next(iter(self._refused.values())) < now - SHARED_SECONDS:
@@ -312,14 +350,14 @@ class RequestQueue:
         waiting = f"{self._num_of[key]} prompts and choices of this API key, with {self._tokens_of[key]} prompt tokens,"
         return QueueFull(waiting, f"{num_most} of each key while others are refused", retry_after=self.retry_after)
 
-    def _too_late(self, key: str, num_before: int, charges: float) -> QueueFull | None:
+    def _too_late(self, key: str, priority: int, num_before: int, own: float = 0.0) -> QueueFull | None:
         """Return the error for a request that is expected to wait too long.
 
-        `num_before`: requests that wait without it; `charges`: tokens of those of its own key.
+        `num_before`: requests that wait without it; `own`: its charge, if it waits already.
         """
         if self.max_seconds == math.inf or self._num_gaps < MIN_GAPS or num_before < MIN_WAITING:
             return None
-        seconds, most = self.expected_wait(key, charges), EXPECTED_SHARE * self.max_seconds
+        seconds, most = self.expected_wait(key, priority, own), EXPECTED_SHARE * self.max_seconds
         if seconds <= most:
             return None
         retry_after = max(1.0, min(MAX_RETRY_AFTER, seconds - most))
