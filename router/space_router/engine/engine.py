@@ -98,16 +98,17 @@ class Engine:
         self._max_lag = max_lag
         self._encoder_hash = encoder_hash
         self._metrics, self._engine_metrics = metrics, EngineMetrics(metrics)
+        max_seconds = math.inf if config.max_queue_seconds is None else config.max_queue_seconds
         self._queue = RequestQueue(
             config.max_queue,
             ageing=config.priority_ageing,
             max_tokens=config.max_queue_tokens,
-            max_seconds=math.inf if config.max_queue_seconds is None else config.max_queue_seconds,
+            max_seconds=max_seconds,
         )
         self._throughput = ThroughputEstimator(config.max_prefill_rows)
         self._admission = QueueAdmission(self._queue, self._throughput)
         self._quarantine = CrashQuarantine(self._queue, self._admission)
-        self.encodings = EncodingQueue(config.max_queue, config.max_queue_tokens, clock=clock)
+        self.encodings = EncodingQueue(config.max_queue, config.max_queue_tokens, clock=clock, max_seconds=max_seconds)
         self._open: dict[Stream, RequestState] = {}  # requests that have not ended
         self._by_name: dict[str, set[RequestState]] = {}  # the same, by request id
         self._num_submitted = 0
@@ -215,7 +216,8 @@ class Engine:
         return stream
 
     def bound_wait(self, streams: Sequence[Stream]) -> Timer | None:
-        """End the streams of one client's request with QueueTimeout if `max_queue_seconds` from now none has begun.
+        """End the streams of one client's request with QueueTimeout if `max_queue_seconds` from now none has begun, and
+        those that were added to `streams` by then.
 
         None: nothing bounds their wait, or one has begun already. A request that has begun is never ended by this.
         """
@@ -240,7 +242,7 @@ class Engine:
     async def encode(self, request_id: str, texts: Sequence[EncodingText], key: str = "") -> list[Sequence[float]]:
         """Return what the workers' encoder makes of texts, in their order; a cancellation stops it.
 
-        Raises QueueFull, NotReady, Draining, RequestFailed, WorkerFailed.
+        Raises QueueFull, QueueTimeout, NotReady, Draining, RequestFailed, WorkerFailed.
         """
         if self._draining:
             raise Draining("The server is stopping and takes no new requests.")
@@ -249,9 +251,13 @@ class Engine:
         encoding = Encoding(request_id, key, texts, asyncio.get_running_loop().create_future())
         self.encodings.push(encoding)
         self._flush()
+        seconds = self.config.max_queue_seconds
+        timer = None if seconds is None else self._call_later(seconds, lambda: self.encodings.end_late(encoding))
         try:
             await encoding.done
         finally:
+            if timer is not None:
+                timer.cancel()
             self.encodings.end(encoding, RequestCancelled(f"Request {request_id} was left by its client."))
             for scheduler in self._schedulers():
                 scheduler.stop_encoding(encoding)

@@ -221,9 +221,11 @@ async def test_a_turn_that_does_not_come_in_time_is_a_429_also_for_streams_and_t
             assert int(late.headers["retry-after"]) >= 1
         late = await router.post("/generate_stream", inputs="y")
         assert (late.status_code, late.json()["error_type"]) == (429, "overloaded")
+        late = await router.post("/v1/embeddings", input=["y", "z"])
+        assert (late.status_code, late.json()["error"]["code"]) == (429, "queue_timeout"), late.text
         await router.until(lambda load: load.num_running == 1 and not load.num_queued)
-        assert router.value("spaceserve_requests_total", outcome="queue_timeout") == 5
-        assert router.value("spaceserve_rejected_total", reason="queue_full") == 4
+        assert router.value("spaceserve_requests_total", outcome="queue_timeout") == 6
+        assert router.value("spaceserve_rejected_total", reason="queue_full") == 5
         waits = asyncio.create_task(router.events("/v1/completions", prompt="y", max_tokens=2))
         await router.until(lambda load: load.num_queued == 1)
         running.cancel()

@@ -12,8 +12,14 @@ from doubles.router.encoder import VECTORS
 from doubles.router.script import made_up_vector
 from doubles.router.tabletop import House, in_house, request_of
 from space_proto import worker_pb2
-from space_router.engine.errors import ProtocolViolation, QueueFull, RequestFailed, WorkerFailed
-from space_router.engine.queueing.encoding_queue import CHUNKS_AHEAD, MAX_CRASHES, MAX_LOSSES, EncodingQueue
+from space_router.engine.errors import ProtocolViolation, QueueFull, QueueTimeout, RequestFailed, WorkerFailed
+from space_router.engine.queueing.encoding_queue import (
+    CHUNKS_AHEAD,
+    MAX_CRASHES,
+    MAX_LOSSES,
+    MIN_MEASURED,
+    EncodingQueue,
+)
 from space_router.engine.request.encoding import CHUNK_IDS, CHUNK_TEXTS, Chunk, EncodedPart, Encoding, EncodingText
 from space_router.engine.request.worker_messages import WorkerModelFacts
 from space_router.engine.scheduler import Scheduler
@@ -226,3 +232,36 @@ async def test_draining_waits_for_encodings(house_script: Script) -> None:
         assert await house.engine.drain(20.0)
         assert asking.done()
         assert as_lists(asking.result()) == wanted_of(1)
+
+
+async def test_an_encoding_that_is_expected_to_wait_too_long_is_refused_once_the_speed_is_known() -> None:
+    now = 0.0
+    waiting, worker = EncodingQueue(99, 10**6, clock=lambda: now, max_seconds=8.0), scheduler_of()
+    for _ in range(MIN_MEASURED + 2):  # 1000 ids in a second
+        assert waiting.refusal("") is None
+        waiting.push(encoding_of(1000))
+    for _ in range(MIN_MEASURED + 1):
+        now += 1.0
+        waiting.dispatch([worker])
+        _, chunk = worker.encodings.popitem()
+        waiting.encoded(answer_to(chunk, 0))
+    while waiting.refusal("busy") is None:
+        waiting.push(encoding_of(1000, key="busy"))
+    assert 5.0 <= waiting.expected_wait("busy") <= 8.0
+    assert "what begins within 8 s" in str(waiting.refusal("busy"))
+    assert waiting.refusal("calm") is None, "keys take turns"
+    assert waiting.expected_wait("calm") <= 6.0
+
+
+async def test_an_encoding_ends_with_its_longest_wait_unless_a_part_of_it_has_begun() -> None:
+    waiting, worker = EncodingQueue(9, 10**6, clock=lambda: 0.0, max_seconds=2.0), scheduler_of()
+    begun, late = encoding_of(*[4] * (3 * CHUNK_TEXTS)), encoding_of(4)
+    for encoding in (begun, late):
+        waiting.push(encoding)
+    waiting.dispatch([worker])
+    for encoding in (begun, late):
+        waiting.end_late(encoding)
+    assert not begun.done.done()
+    with pytest.raises(QueueTimeout, match="waited 2 s"):
+        await late.done
+    waiting.check()

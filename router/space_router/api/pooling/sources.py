@@ -17,8 +17,9 @@ from space_router.engine import errors as engine_errors
 from space_router.engine.engine import Engine
 from space_router.engine.request.encoding import EncodingText
 from space_router.engine.request.request import Pooling, SamplingOptions, ServedLora, Stream, ValidRequest
+from space_router.engine.request.request_state import Timer
 from space_router.engine.request.worker_messages import ServedEncoder
-from space_router.errors import ApiError, InvalidRequest, TooManyTokens, Unavailable
+from space_router.errors import ApiError, InvalidRequest, QueueTimedOut, TooManyTokens, Unavailable
 from space_router.http_server.body import short_repr
 from space_router.text.encoder_text import EncoderText, TextTooLong
 
@@ -203,15 +204,22 @@ class DecoderSource:
     async def run(self, request_id: str, texts: Sequence[tuple[int, ...]]) -> list[Vector]:
         found: list[Vector] = [()] * len(texts)
         reading: dict[asyncio.Task[Vector], int] = {}
+        streams: list[Stream] = []
+        wait_bound: Timer | None = None
         try:
             for number, ids in enumerate(texts):
                 stream = await self._submitted(self._request(request_id, number, len(texts), ids), reading, found)
+                streams.append(stream)
+                if number == 0:
+                    wait_bound = self._service.engine.bound_wait(streams)
                 reading[asyncio.create_task(_read(stream))] = number
             while reading:
                 await _collect(reading, found)
         except engine_errors.EngineError as error:
             raise _translated(error) from error
         finally:
+            if wait_bound is not None:
+                wait_bound.cancel()
             for task in reading:
                 task.cancel()
             await asyncio.gather(*reading, return_exceptions=True)
@@ -304,7 +312,8 @@ async def counted(service: Service, key: str, num_tokens: int) -> AsyncIterator[
         yield
         outcome = "embedded"
     except ApiError as error:
-        outcome = "error" if error.status >= 500 else "cancelled"
+        is_late = isinstance(error, QueueTimedOut)
+        outcome = "queue_timeout" if is_late else "error" if error.status >= 500 else "cancelled"
         raise
     finally:
         service.metrics.requests_total.labels(outcome=outcome).inc()

@@ -7,31 +7,38 @@ is lost, its chunks go to other workers.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import deque
 from collections.abc import Callable, Iterable
 
-from space_router.engine.errors import EngineError, QueueFull, RequestFailed, WorkerFailed
-from space_router.engine.request.encoding import Chunk, EncodedPart, Encoding, chunks_of
+from space_router.engine.errors import EngineError, QueueFull, QueueTimeout, RequestFailed, WorkerFailed
+from space_router.engine.queueing.queue import EXPECTED_SHARE
+from space_router.engine.request.encoding import CHUNK_IDS, Chunk, EncodedPart, Encoding, chunks_of
 from space_router.engine.scheduler import Scheduler
 
 CHUNKS_AHEAD = 2  # at a worker at once: one that it encodes, and the next
 MAX_CRASHES = 2  # of workers that had a chunk, after which its encoding fails
 MAX_LOSSES = 5  # of workers for whatever reason
 SECONDS_PER_ID = 0.001  # before any was encoded
+MIN_MEASURED = 8  # reports before the bound on seconds holds
 MAX_RETRY_AFTER = 60.0
 
 
 class EncodingQueue:
     """Encodings that wait, and those at workers."""
 
-    def __init__(self, max_waiting: int, max_ids: int, *, clock: Callable[[], float]) -> None:
-        """`max_waiting`: encodings that wait; `max_ids`: of their texts. One alone may have any number."""
-        self._max_waiting, self._max_ids = max_waiting, max_ids
+    def __init__(
+        self, max_waiting: int, max_ids: int, *, clock: Callable[[], float], max_seconds: float = math.inf
+    ) -> None:
+        """`max_waiting`: encodings that wait; `max_ids`: of their texts. One alone may have any number. `max_seconds`:
+        longest wait; one that is expected to wait more than EXPECTED_SHARE of it is refused."""
+        self._max_waiting, self._max_ids, self._max_seconds = max_waiting, max_ids, max_seconds
         self._clock = clock
         self._waiting: dict[str, deque[Chunk]] = {}  # by key; the first key's turn is next
         self._open: set[Encoding] = set()
         self._num_ids = 0  # of texts that are not encoded
         self._seconds_per_id = SECONDS_PER_ID  # moving average of what the workers achieve together
+        self._num_measured = 0  # reports from which that is known
         self._last: float | None = None  # when a report came, if texts were missing after it
         self.idle = asyncio.Event()
         self.idle.set()
@@ -55,11 +62,30 @@ class EncodingQueue:
         """Tokens of the texts that are at no worker and not encoded."""
         return sum(chunk.num_ids for chunks in self._waiting.values() for chunk in chunks)
 
-    def refusal(self) -> QueueFull | None:
-        """Return the error for an encoding that would have to wait; None if it may."""
+    @property
+    def retry_after(self) -> float:
+        """Seconds in which all texts are encoded, about."""
+        return max(1.0, min(MAX_RETRY_AFTER, self._num_ids * self._seconds_per_id))
+
+    def expected_wait(self, key: str) -> float:
+        """Return the seconds until a further encoding of this key begins: keys take turns, chunk by chunk."""
+        waiting = {one: sum(chunk.num_ids for chunk in chunks) for one, chunks in self._waiting.items()}
+        own = waiting.pop(key, 0)
+        at_workers = self._num_ids - own - sum(waiting.values())
+        before = at_workers + own + sum(min(ids, own + CHUNK_IDS) for ids in waiting.values())
+        return before * self._seconds_per_id
+
+    def refusal(self, key: str) -> QueueFull | None:
+        """Return the error for an encoding of this key that would have to wait; None if it may."""
         if not self._open:
             return None
-        seconds = max(1.0, min(MAX_RETRY_AFTER, self._num_ids * self._seconds_per_id))
+        seconds = self.retry_after
+        if self._num_measured >= MIN_MEASURED and self._waiting:
+            late = self.expected_wait(key) - EXPECTED_SHARE * self._max_seconds
+            if late > 0:
+                limit = f"what begins within {self._max_seconds:g} s"
+                late = max(1.0, min(MAX_RETRY_AFTER, late))
+                return QueueFull(f"{len(self._open)} embedding requests", limit, retry_after=late)
         if len(self._open) > self._max_waiting:
             return QueueFull(f"{len(self._open)} embedding requests", f"{self._max_waiting}", retry_after=seconds)
         if self._num_ids >= self._max_ids:
@@ -68,7 +94,7 @@ class EncodingQueue:
 
     def push(self, encoding: Encoding) -> None:
         """Add an encoding. Raises QueueFull."""
-        if (full := self.refusal()) is not None:
+        if (full := self.refusal(encoding.key)) is not None:
             raise full
         self._open.add(encoding)
         self.idle.clear()
@@ -93,6 +119,7 @@ class EncodingQueue:
         key = next(iter(self._waiting))
         chunks = self._waiting.pop(key)
         chunk = chunks.popleft()
+        chunk.encoding.has_begun = True
         if chunks:
             self._waiting[key] = chunks  # at the end
         return chunk
@@ -118,6 +145,7 @@ class EncodingQueue:
                 num_ids += len(encoding.texts[place].ids)
         self._num_ids -= num_ids
         if self._last is not None and num_ids:
+            self._num_measured += 1
             self._seconds_per_id += 0.1 * ((now - self._last) / num_ids - self._seconds_per_id)
         self._last = now if self._num_ids else None
         if not encoding.num_missing:
@@ -147,6 +175,11 @@ class EncodingQueue:
             )
             self._forget(encoding)
         encoding.fail(error)
+
+    def end_late(self, encoding: Encoding) -> None:
+        """End an encoding that has waited for `max_seconds`, with QueueTimeout, unless a part of it has begun."""
+        if not encoding.has_begun:
+            self.end(encoding, QueueTimeout(self._max_seconds, retry_after=self.retry_after))
 
     def end_all(self, error: EngineError) -> None:
         """End every encoding with an error."""

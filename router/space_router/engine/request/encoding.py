@@ -33,6 +33,7 @@ class Encoding:
     done: asyncio.Future[None]
     values: list[Sequence[float] | None] = field(init=False)  # by text; None: not yet
     num_missing: int = field(init=False)
+    has_begun: bool = False  # some of its texts were given to a worker
 
     def __post_init__(self) -> None:
         self.values = [None] * len(self.texts)

@@ -270,3 +270,15 @@ async def test_a_full_queue_is_answered_429(begin: Begin) -> None:
         assert answer.status_code == 429
         assert "embedding requests" in answer.json()["error"]["message"]
         assert len(await first) == 100
+
+
+async def test_texts_whose_turn_does_not_come_in_time_are_answered_429(begin: Begin) -> None:
+    config = ServeConfig(max_queue_seconds=0.1)
+    async with begin(config=config, encoder_texts=1, step_seconds=0.02) as router:
+        first = asyncio.create_task(vectors(router, input=["cat"] * 100))
+        await router.until(lambda load: load.num_running)
+        late = await router.post("/v1/embeddings", input="a")
+        assert (late.status_code, late.json()["error"]["code"]) == (429, "queue_timeout"), late.text
+        assert router.value("spaceserve_requests_total", outcome="queue_timeout") == 1
+        first.cancel()
+        await router.until(lambda load: not (load.num_running or load.num_queued))
