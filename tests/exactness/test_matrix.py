@@ -362,6 +362,13 @@ def test_it_is_so_with_experts_in_mxfp4(model: str, cell: Cell, as_packed: Calla
 
 
 @pytest.mark.parametrize(("model", "cell"), EXPERTS[:2], ids=cell_name)
+def test_it_is_so_with_gpt_oss_in_the_blocks_of_a_gguf(
+    model: str, cell: Cell, in_blocks: Callable[..., Subject]
+) -> None:
+    check_cell(in_blocks("MXFP4", "gpt_oss"), cell)
+
+
+@pytest.mark.parametrize(("model", "cell"), EXPERTS[:2], ids=cell_name)
 @pytest.mark.parametrize("kind", ["int8 in groups", "int8 per row"])
 def test_it_is_so_with_experts_in_the_eight_bits_of_a_quantised_checkpoint(
     model: str, cell: Cell, kind: str, as_packed: Callable[..., Subject]

@@ -474,7 +474,7 @@ def to_page(results: Sequence[FamilyResult]) -> str:
         packed = f"packed, where `{library}` is installed; else as plain numbers" if library else "as plain numbers"
         bits = "four bits" if name == "AWQ" else "four bits and, without zero points, of eight"
         which = "experts" if name == "MXFP4" else f"linears and experts of {bits}"
-        as_they_are = f"; {which} as they are with `--weights packed`" * (name in PACKED_FORMATS)
+        as_they_are = f"; {which} as they are with `--weights packed`" * (name in PACKED_FORMATS or name == "MXFP4")
         lines.append(f"| {name} ({', '.join(kinds)}) | as plain numbers{as_they_are} | {packed} |")
     lines += [
         "| `pytorch_model.bin` | refused: it can run code; `spaceserve convert` first | refused |",

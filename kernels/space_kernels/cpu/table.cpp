@@ -2,6 +2,7 @@
 
 #include "table.h"
 
+#include <cmath>
 #include <cstring>
 
 #include "bytes.h"
@@ -100,6 +101,14 @@ void q6_k(const uint8_t* block, bf16* to) {
     }
 }
 
+void mxfp4(const uint8_t* block, bf16* to) {
+    constexpr int8_t DOUBLED[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
+    const float scale = std::ldexp(1.0f, int(block[0]) - 128);  // half of the block's, for numbers are doubled
+    uint8_t numbers[SIZE];
+    halves(block + 1, numbers);
+    for (int i = 0; i < SIZE; ++i) to[i] = nearest(float(DOUBLED[numbers[i]]) * scale);
+}
+
 template <typename Block>
 void each_block(const Table& table, int64_t row, int64_t numbers, int64_t bytes, const Block& block, bf16* to) {
     const uint8_t* from = table.rows + row * table.stride;
@@ -118,6 +127,7 @@ void look_up(const Table& table, int64_t row, bf16* to) {
         case Type::Q4_K: return each_block(table, row, SIZE * SHARED, 144, q4_k, to);
         case Type::Q5_K: return each_block(table, row, SIZE * SHARED, 176, q5_k, to);
         case Type::Q6_K: return each_block(table, row, SIZE * SHARED, 210, q6_k, to);
+        case Type::MXFP4: return each_block(table, row, SIZE, 17, mxfp4, to);
     }
 }
 

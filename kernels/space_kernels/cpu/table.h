@@ -7,7 +7,7 @@
 namespace KIND {
 
 // Types of a row, named as in a GGUF.
-enum class Type : int { BF16 = 0, Q4_0 = 1, Q4_1 = 2, Q5_0 = 3, Q8_0 = 4, Q4_K = 5, Q5_K = 6, Q6_K = 7 };
+enum class Type : int { BF16 = 0, Q4_0 = 1, Q4_1 = 2, Q5_0 = 3, Q8_0 = 4, Q4_K = 5, Q5_K = 6, Q6_K = 7, MXFP4 = 8 };
 
 struct Table {
     const uint8_t* rows;

@@ -5,6 +5,7 @@
     Q4_1        Q4_1
     Q8_0        Q8_0, Q5_0 (its five bits become eight)
     Q4_K …      Q4_K, Q5_K, Q6_K
+    MXFP4       MXFP4
 
 Nothing is quantised anew: `GroupWeights.dense` gives what the `gguf` package dequantises, bit by bit.
 """
@@ -74,6 +75,13 @@ def _q6_k(blocks: Tensor) -> GroupWeights:
     return _whole(GroupForm.Q6_K, low | high << 4, _halves(blocks, 208), scale_steps=steps)
 
 
+def _mxfp4(blocks: Tensor) -> GroupWeights:
+    exponents = blocks[..., 0].to(torch.int32)
+    # the scale of doubled numbers, as in packed_mxfp4.py
+    scale = torch.ldexp(torch.ones_like(exponents, dtype=torch.float32), exponents - 128).to(torch.bfloat16)
+    return _whole(GroupForm.MXFP4, _nibbles(blocks[..., 1:]), scale)
+
+
 def _with_steps(form: GroupForm, numbers: Tensor, blocks: Tensor) -> GroupWeights:
     """Unpack the twelve bytes that follow scale and min in Q4_K and Q5_K: eight steps of each, six bits a step."""
     first, second, third = _split(blocks[..., 4:16], 4).unbind(-2)
@@ -102,6 +110,7 @@ _KINDS: dict[str, tuple[GroupForm, int, int, Callable[[Tensor], GroupWeights]]] 
     "Q4_K": (GroupForm.Q4_K, 256, 144, _q4_k),
     "Q5_K": (GroupForm.Q5_K, 256, 176, _q5_k),
     "Q6_K": (GroupForm.Q6_K, 256, 210, _q6_k),
+    "MXFP4": (GroupForm.MXFP4, 32, 17, _mxfp4),
 }
 """By type of the file: form, weights and bytes of a block."""
 

@@ -17,7 +17,8 @@ from space_kernels.linear.gguf_blocks import Blocks
 
 _PLAIN = 0
 _TOGETHER = 1024  # rows dequantised at a time, in float32
-_TYPES = {"Q4_0": 1, "Q4_1": 2, "Q5_0": 3, "Q8_0": 4, "Q4_K": 5, "Q5_K": 6, "Q6_K": 7}  # `Type` of cpu/table.h
+_TYPES = {"Q4_0": 1, "Q4_1": 2, "Q5_0": 3, "Q8_0": 4, "Q4_K": 5, "Q5_K": 6, "Q6_K": 7, "MXFP4": 8}
+"""`Type` of cpu/table.h"""
 
 
 @dataclass(frozen=True)

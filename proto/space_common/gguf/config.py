@@ -1,7 +1,7 @@
 """Builds config.json from the metadata of a GGUF file.
 
 A GGUF file describes a model in llama.cpp's terms; what llama.cpp hard-codes (Gemma's layer pattern, its second rotary
-base, the scale of its attention) is listed here.
+base, the scale of its attention, the gate of gpt-oss's experts) is listed here.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ FAMILIES: Mapping[str, tuple[str, str]] = {
     "qwen2moe": ("qwen2_moe", "Qwen2MoeForCausalLM"),
     "qwen3moe": ("qwen3_moe", "Qwen3MoeForCausalLM"),
     "olmoe": ("olmoe", "OlmoeForCausalLM"),
+    "gpt-oss": ("gpt_oss", "GptOssForCausalLM"),
 }
 """Architecture in the file -> model_type and architecture in config.json."""
 
@@ -147,6 +148,8 @@ def config_of(file: GgufFile) -> dict[str, Any]:
     rope = _rope(facts, head_dim, rotary)
     if facts.architecture.startswith("gemma"):
         config |= _gemma(facts, rope, hidden // heads, head_dim)
+    elif facts.architecture == "gpt-oss":
+        config |= _gpt_oss(facts, rope)
     else:
         config["rope_parameters"] = rope
     if facts.architecture == "phi3":
@@ -154,7 +157,7 @@ def config_of(file: GgufFile) -> dict[str, Any]:
         config["original_max_position_embeddings"] = facts.count(
             "rope.scaling.original_context_length", config["max_position_embeddings"]
         )
-    elif not facts.architecture.startswith("gemma"):
+    elif not facts.architecture.startswith("gemma") and facts.architecture != "gpt-oss":
         if facts.architecture.startswith("qwen"):
             config["use_sliding_window"] = False
         _refuse_window(facts)
@@ -209,7 +212,7 @@ class Facts:
     @property
     def is_mixture(self) -> bool:
         """Return whether it is a mixture of experts."""
-        return self.architecture in _SUMS_TO_ONE or self.is_mixture_of_llama
+        return self.architecture in _SUMS_TO_ONE or self.architecture == "gpt-oss" or self.is_mixture_of_llama
 
     def get(self, name: str) -> Any:
         """Return the raw value, or None if the file has none."""
@@ -393,11 +396,30 @@ def _gemma(facts: Facts, rope: dict[str, Any], wide: int, head_dim: int) -> dict
     return config
 
 
+def _gpt_oss(facts: Facts, rope: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of config.json that only gpt-oss has. Its YaRN is published without whole bounds
+    (`truncate`), and its gate with a limit; a file's metadata has neither."""
+    window = facts.count("attention.sliding_window")
+    return {
+        "attention_bias": True,
+        "sliding_window": window,
+        "layer_types": _layer_types(facts, facts.count("block_count"), 2),
+        "rope_parameters": rope | ({"truncate": False} if rope["rope_type"] == "yarn" else {}),
+        "swiglu_limit": 7.0,
+    }
+
+
 def _experts(facts: Facts) -> dict[str, Any]:
     """Return the fields of config.json that only mixtures of experts have. Every layer has experts."""
     count, chosen = facts.count("expert_count"), facts.count("expert_used_count")
     if facts.is_mixture_of_llama:
         return {"num_local_experts": count, "num_experts_per_tok": chosen}
+    if facts.architecture == "gpt-oss":
+        return {
+            "num_local_experts": count,
+            "num_experts_per_tok": chosen,
+            "intermediate_size": _width(facts, "ffn_gate_exps"),
+        }
     config: dict[str, Any] = {
         "num_experts": count,
         "num_experts_per_tok": chosen,

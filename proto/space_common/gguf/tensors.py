@@ -6,7 +6,7 @@
 llama.cpp's converter reorders the rows of Llama's query and key, and adds 1 to the weights of Gemma's norms; here both
 are undone. Phi-3 has one matrix for query, key and value, the others have three; a file may have either form. The
 experts of a layer are below each other, one tensor for each of gate, up and down; config.json's families have three for
-each expert.
+each expert, gpt-oss two for all: outputs of gate and up alternate there, and inputs come before outputs.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from typing import Any
 from space_common.gguf.find import GgufError
 from space_common.gguf.reader import GgufFile, GgufTensor
 
-SERVED_KINDS = frozenset({"F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K"})
+SERVED_KINDS = frozenset(
+    {"F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K", "MXFP4"}
+)
 """Supported tensor types."""
 
 ROPE_FREQUENCIES = "rope_freqs.weight"
@@ -39,7 +41,14 @@ _SHARED_EXPERT = {
     "ffn_down_shexp": "mlp.shared_expert.down_proj",
     "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
 }
+_STACKED_EXPERTS = {"gate_up_proj": ("ffn_gate_exps", "ffn_up_exps"), "down_proj": ("ffn_down_exps",)}
 _NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
+_GPT_OSS = {
+    "attn_norm": "input_layernorm",
+    "post_attention_norm": "post_attention_layernorm",
+    "attn_output": "self_attn.o_proj",
+    "ffn_gate_inp": "mlp.router",
+}
 _GEMMA_NORMS = {
     "attn_norm": "input_layernorm",
     "post_attention_norm": "post_attention_layernorm",
@@ -75,6 +84,32 @@ class TensorSource:
         """Return whether it equals one tensor of the file, except for the element type."""
         whole = len(self.parts) == 1 and self.parts[0].stop - self.parts[0].start == self.parts[0].tensor.shape[0]
         return whole and not self.turned_heads and not self.shift
+
+
+@dataclass(frozen=True)
+class StackedSource(TensorSource):
+    """How the weights or biases of a layer's experts in gpt-oss are built: [experts, inputs, outputs] or
+    [experts, outputs]; of two parts, gate and up, the outputs alternate. Experts are below each other in each part."""
+
+    num_experts: int = 1
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (self.num_experts, *self.parts[0].tensor.shape[1:], len(self.parts) * self.num_outputs)
+
+    @property
+    def num_outputs(self) -> int:
+        """Return the outputs of one expert in each part."""
+        return self.parts[0].tensor.shape[0] // self.num_experts
+
+    @property
+    def is_plain(self) -> bool:
+        return False
+
+    def of_expert(self, expert: int) -> tuple[TensorRows, ...]:
+        """Return the rows of each part that are an expert's."""
+        first = expert * self.num_outputs
+        return tuple(TensorRows(part.tensor, first, first + self.num_outputs) for part in self.parts)
 
 
 def sources_of(file: GgufFile, config: Mapping[str, Any]) -> dict[str, TensorSource]:
@@ -115,6 +150,9 @@ class _Sources:
 
     def _layer(self, here: str, there: str) -> None:
         config = self._config
+        if self._architecture == "gpt-oss":
+            self._gpt_oss_layer(here, there)
+            return
         modules = {"attn_output": "self_attn.o_proj"} | (_GEMMA_NORMS if self._is_gemma else _NORMS)
         biased = {"attn_output"} if config.get("attention_bias") else set()
         if self._architecture == "phi3":
@@ -134,20 +172,38 @@ class _Sources:
             if name in biased:
                 self._take(f"{here}.{name}.bias", f"{there}.{target}.bias")
 
+    def _gpt_oss_layer(self, here: str, there: str) -> None:
+        for kind in ("weight", "bias"):
+            self._split(here, there, kind)
+            for linear, names in _STACKED_EXPERTS.items():
+                parts = tuple(self._below(f"{here}.{name}.{kind}", 3 if kind == "weight" else 2) for name in names)
+                suffix = "" if kind == "weight" else "_bias"
+                self._found[f"{there}.mlp.experts.{linear}{suffix}"] = StackedSource(
+                    tuple(TensorRows(one, 0, one.shape[0]) for one in parts), num_experts=self._num_experts
+                )
+        self._take(f"{here}.attn_sinks.weight", f"{there}.self_attn.sinks")
+        for name, target in _GPT_OSS.items():
+            for kind in ("weight",) if name.endswith("norm") else ("weight", "bias"):
+                self._take(f"{here}.{name}.{kind}", f"{there}.{target}.{kind}")
+
+    def _below(self, name: str, dimensions: int) -> GgufTensor:
+        """Return the weights [experts · outputs, inputs] or biases [experts · outputs] of a layer's experts."""
+        stacked = self._tensor(name, dimensions=dimensions)
+        if stacked.shape[0] != self._num_experts:
+            raise GgufError(
+                f"{name} in {self._file.path} has {stacked.shape[0]} experts, and the metadata says "
+                f"{self._num_experts}. Download it again, or take another conversion of the model."
+            )
+        return replace(stacked, shape=(stacked.shape[0] * stacked.shape[1], *stacked.shape[2:]))
+
     def _experts(self, here: str, there: str) -> dict[str, str]:
         """Add the linears of each expert. Return the other modules of the mixture."""
         is_mixtral = self._config["model_type"] == "mixtral"
         block = f"{there}.block_sparse_moe" if is_mixtral else f"{there}.mlp"
         for name, linear in (_EXPERTS_OF_MIXTRAL if is_mixtral else _EXPERTS).items():
-            stacked = self._tensor(f"{here}.{name}.weight", dimensions=3)
-            count, height, width = stacked.shape
-            if count != self._num_experts:
-                raise GgufError(
-                    f"{stacked.name} in {self._file.path} has {count} experts, and the metadata says "
-                    f"{self._num_experts}. Download it again, or take another conversion of the model."
-                )
-            below = replace(stacked, shape=(count * height, width))
-            for expert in range(count):
+            below = self._below(f"{here}.{name}.weight", 3)
+            height = below.shape[0] // self._num_experts
+            for expert in range(self._num_experts):
                 rows = TensorRows(below, expert * height, (expert + 1) * height)
                 self._found[f"{block}.experts.{expert}.{linear}.weight"] = TensorSource((rows,))
         gate = {"ffn_gate_inp": f"{block.removeprefix(there + '.')}.gate"}
@@ -199,6 +255,8 @@ class _Sources:
             )
         self._used.add(name)
         if len(tensor.shape) not in ((1, 2) if dimensions is None else (dimensions,)):
-            meant = "a matrix or a vector" if dimensions is None else "a matrix for each expert"
+            meant = {2: "a vector for each expert", 3: "a matrix for each expert"}.get(
+                dimensions or 0, "a matrix or a vector"
+            )
             raise GgufError(f"{name} in {self._file.path} has shape {list(tensor.shape)}; {meant} is meant.")
         return tensor

@@ -262,7 +262,7 @@ class Checkpoint:
             return self.unread_kind
         if self.gguf is None:
             form = read_format(self.config, self.name)
-            return form.name if form is not None and form.stays_packed else None
+            return form.kept_name if form is not None and form.stays_packed else None
         kind = next(iter(self.gguf.kinds), None)
         return None if kind in (None, "F32", "F16", "BF16") else kind
 

@@ -19,12 +19,12 @@ from gguf import quants
 from gguf.constants import GGMLQuantizationType
 from space_common.gguf.find import GgufError
 from space_common.gguf.reader import GgufFile, GgufTensor
-from space_common.gguf.tensors import TensorRows, TensorSource, sources_of
+from space_common.gguf.tensors import StackedSource, TensorRows, TensorSource, sources_of
 from space_kernels.linear.gguf_blocks import KINDS, Blocks, form_of
 from torch import Tensor
 
 from space_model.checkpoint.checkpoint import Checkpoint
-from space_model.checkpoint.stored_weight import FUSED, PANEL, StoredWeight, is_expert, split_mixtures
+from space_model.checkpoint.stored_weight import FUSED, PANEL, StoredExperts, StoredWeight, is_expert, split_mixtures
 from space_model.checkpoint.weight_files import OpenFiles, WeightFiles
 from space_model.model_error import CheckpointNotFound, UnsupportedModel
 
@@ -95,13 +95,17 @@ class GgufWeights(WeightFiles):
     def _fill(self, name: str, first: int, place: Tensor, columns: slice | None = None) -> None:
         """Write the rows from `first` on, or some of their columns, into `place`."""
         with self.opened.reading(name) as source:
-            width = source.shape[1] if len(source.shape) == 2 else 1
-            step = max(1, PIECE // width)
-            for start in range(0, len(place), step):
-                stop = min(len(place), start + step)
-                numbers = _numbers(self._bytes, source, first + start, first + stop)
-                made = torch.from_numpy(numbers if columns is None else numbers[:, columns])
-                place[start:stop].copy_(made)
+            if isinstance(source, StackedSource):
+                for expert, part in enumerate(place, first):
+                    part.copy_(torch.from_numpy(_of_expert(self._bytes, source, expert)))
+            else:
+                width = source.shape[1] if len(source.shape) == 2 else 1
+                step = max(1, PIECE // width)
+                for start in range(0, len(place), step):
+                    stop = min(len(place), start + step)
+                    numbers = _numbers(self._bytes, source, first + start, first + stop)
+                    made = torch.from_numpy(numbers if columns is None else numbers[:, columns])
+                    place[start:stop].copy_(made)
         numel = sum(rows.tensor.num_elements for rows in source.parts)
         bits = sum(rows.tensor.num_bytes for rows in source.parts) * 8 / max(1, numel)
         with self._lock:
@@ -110,6 +114,16 @@ class GgufWeights(WeightFiles):
     def stored(self, *, fuses: bool) -> dict[str, StoredWeight]:
         kept = kept_blocks(self.opened.handles, fuses=fuses)
         return {name: self.blocks(name) for name in kept if name != EMBEDDING}
+
+    def stored_mixtures(self) -> dict[str, StoredExperts]:
+        found = {}
+        for path, stacks in kept_mixtures(self.opened.handles).items():
+            gate, up, down = (
+                [[self._blocks(source, source.of_expert(expert)[part])] for expert in range(source.num_experts)]
+                for source, part in ((stacks[0], 0), (stacks[0], 1), (stacks[1], 0))
+            )
+            found[path] = StoredExperts(gate, up, down, is_transposed=True)
+        return found
 
     def stored_embedding(self) -> tuple[str, Blocks] | None:
         if not is_left(self.opened.handles, EMBEDDING):
@@ -160,6 +174,13 @@ def _numbers(data: npt.NDArray[np.uint8], source: TensorSource, start: int, stop
     return found - np.float32(source.shift) if source.shift else found
 
 
+def _of_expert(data: npt.NDArray[np.uint8], source: StackedSource, expert: int) -> npt.NDArray[np.float32]:
+    """Return an expert's weights [inputs, outputs] or biases [outputs]."""
+    parts = [_dequantized(data, rows.tensor, slice(rows.start, rows.stop)) for rows in source.of_expert(expert)]
+    in_turn: npt.NDArray[np.float32] = np.stack(parts, axis=1).reshape(-1, *parts[0].shape[1:])
+    return in_turn.T
+
+
 def _turned(source: TensorSource, rows: TensorRows, number: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     """Return the rows of the file's tensor that are rows `number` of the model's."""
     size = (rows.stop - rows.start) // source.turned_heads
@@ -192,6 +213,22 @@ def kept_blocks(sources: Mapping[str, TensorSource], *, fuses: bool) -> set[str]
     return names - split_mixtures(names, sources, may_join)
 
 
+def kept_mixtures(sources: Mapping[str, TensorSource]) -> dict[str, tuple[StackedSource, StackedSource]]:
+    """Return the stacked experts that `--weights gguf` keeps in their blocks, by path: gate and up, then down."""
+    found = {}
+    for name, gate_up in sources.items():
+        path, _, linear = name.rpartition(".")
+        down = sources.get(f"{path}.down_proj")
+        if linear != "gate_up_proj" or not isinstance(gate_up, StackedSource) or not isinstance(down, StackedSource):
+            continue
+        kinds = [rows.tensor.kind_name for rows in (*gate_up.parts, *down.parts)]
+        if not KINDS.issuperset(kinds) or gate_up.num_outputs % PANEL:
+            continue
+        if form_of(kinds[0]) == form_of(kinds[1]):
+            found[path] = gate_up, down
+    return found
+
+
 def is_left(sources: Mapping[str, TensorSource], name: str) -> bool:
     """Return whether the named weight can be left in its blocks."""
     return name in sources and _keeps(name, sources[name])
@@ -219,12 +256,15 @@ def _dequantized(data: npt.NDArray[np.uint8], tensor: GgufTensor, rows: Any) -> 
 def held_bytes(file: GgufFile, config: Mapping[str, Any], *, fuses: bool) -> dict[str, int]:
     """Return the bytes of each weight that stays in memory as blocks."""
     sources = sources_of(file, config)
+    kept = kept_blocks(sources, fuses=fuses)
+    for path in kept_mixtures(sources):
+        kept |= {f"{path}.gate_up_proj", f"{path}.down_proj"}
     return {
         name: sum(
-            (rows.stop - rows.start) * sources[name].shape[1] * form_of(rows.tensor.kind_name).bytes_of_groups // 256
+            (rows.stop - rows.start) * rows.tensor.shape[1] * form_of(rows.tensor.kind_name).bytes_of_groups // 256
             for rows in sources[name].parts
         )
-        for name in kept_blocks(sources, fuses=fuses)
+        for name in kept
     }
 
 

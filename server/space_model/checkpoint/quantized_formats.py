@@ -87,8 +87,9 @@ CURE = (
 
 
 _AUTO_ROUND = "AutoRound"
+MXFP4_EXPERTS = "MXFP4 (gpt-oss)"
 
-PACKED_FORMATS = frozenset(layout.value for layout in Layout) | {_AUTO_ROUND, "MXFP4"}
+PACKED_FORMATS = frozenset(layout.value for layout in Layout) | {_AUTO_ROUND, MXFP4_EXPERTS}
 """Names of the formats of which `--weights packed` holds linears of four or eight bits as they are stored."""
 
 
@@ -114,6 +115,11 @@ class QuantizedFormat:
     def write(self, read: Read, place: Tensor) -> None:
         """Write a weight into `place`, which has its `shape`, on any device in any dtype."""
         raise NotImplementedError
+
+    @property
+    def kept_name(self) -> str:
+        """Return a name that no type of GGUF blocks has, too."""
+        return self.name
 
     @property
     def stays_packed(self) -> bool:
@@ -424,6 +430,10 @@ class Mxfp4Experts(QuantizedFormat):
     markers: frozenset[str] = frozenset({"blocks"})
     before_part: str = "_"
     weight: str = ""
+
+    @property
+    def kept_name(self) -> str:
+        return MXFP4_EXPERTS
 
     def dense(self, read: Read, parts: frozenset[str]) -> Tensor:
         experts, outputs, groups, _ = read("blocks").shape

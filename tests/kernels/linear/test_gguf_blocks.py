@@ -14,7 +14,7 @@ from integer_products import Array, fused, rounded_groups
 from space_kernels.build.cpu_library import CpuLibrary, library_for, own_kinds
 from space_kernels.linear.cpu_linear import CompiledDelta, CompiledLinear, cpu_linear
 from space_kernels.linear.gguf_blocks import KINDS, Blocks
-from space_kernels.linear.group_weights import GroupForm, GroupLinear, GroupWeights
+from space_kernels.linear.group_weights import E2M1, GroupForm, GroupLinear, GroupWeights
 from space_kernels.linear.row_table import RowTable
 from space_kernels.linear.stored_parts import InTurn, chosen, dense
 from torch import Tensor
@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 WIDTH = 512
 HALVES = {"Q4_0": [0], "Q4_1": [0, 2], "Q5_0": [0], "Q8_0": [0], "Q4_K": [0, 2], "Q5_K": [0, 2], "Q6_K": [208]}
-"""Where a block has float16 numbers."""
+"""Where a block has float16 numbers. MXFP4's have an exponent of one byte, the first."""
 
 
 def draw_blocks(kind: str, rows: int, *, seed: int = 0) -> Array:
@@ -30,7 +30,9 @@ def draw_blocks(kind: str, rows: int, *, seed: int = 0) -> Array:
     draw = np.random.default_rng(seed)
     weights, size = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
     blocks = draw.integers(0, 256, (rows, WIDTH // weights, size), dtype=np.uint8)
-    for at in HALVES[kind]:
+    if kind == "MXFP4":
+        blocks[..., 0] = draw.integers(115, 124, blocks.shape[:2])
+    for at in HALVES.get(kind, ()):
         halves = (draw.standard_normal(blocks.shape[:2]) * 0.01).astype(np.float16)
         blocks[..., at : at + 2] = halves[..., None].view(np.uint8)
     return blocks.reshape(rows, -1)
@@ -56,7 +58,8 @@ def draw_rows(count: int = 70) -> Tensor:
 def reference(kept: GroupWeights, x: Tensor) -> Array:
     """[R, out] float32 in numpy: integers within a group, then groups in ascending order."""
     codes, scale = rounded_groups(x.float().numpy())
-    numbers = kept.numbers.numpy().astype(np.int64).reshape(len(kept.numbers), -1, 32) - kept.form.offset
+    whole = np.array(E2M1)[kept.numbers.numpy()] if kept.form is GroupForm.MXFP4 else kept.numbers.numpy()
+    numbers = whole.astype(np.int64).reshape(len(kept.numbers), -1, 32) - kept.form.offset
     steps = None if kept.scale_steps is None else kept.scale_steps.numpy().astype(np.int64)
     num_groups = numbers.shape[1]
     if kept.form is GroupForm.Q6_K and steps is not None:
@@ -108,7 +111,7 @@ def test_sums_of_the_greatest_products_are_exact(library: CpuLibrary, kind: str)
     data = draw_blocks(kind, 32)
     weights, size = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
     blocks = data.reshape(32, WIDTH // weights, size)
-    halves = {at + byte for at in HALVES[kind] for byte in (0, 1)}
+    halves = {at + byte for at in HALVES.get(kind, ()) for byte in (0, 1)} or {0}
     for row, byte in enumerate([0x00, 0xFF, 0x80, 0x7F, 0x0F, 0xF0] * 5):
         blocks[row, :, [at for at in range(size) if at not in halves]] = byte
     ones = torch.ones(WIDTH)

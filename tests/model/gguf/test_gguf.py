@@ -18,6 +18,7 @@ import torch
 from doubles.gguf_files import write_gguf
 from doubles.training import run, tiny_plan
 from gguf import quants
+from quantized_testing import write_mxfp4_experts
 from safetensors.torch import load_file
 from space_common.gguf.reader import GgufFile
 from space_common.gguf.tensors import sources_of
@@ -48,7 +49,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 FAMILIES = ["llama", "llama3", "qwen2", "qwen3", "gemma2", "gemma3", "phi3"]
-MIXTURES = ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe"]
+MIXTURES = ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss"]
 KINDS = ["F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"]
 K_QUANTS = Path(__file__).parent
 
@@ -121,6 +122,8 @@ def test_factors_of_longrope_that_do_not_fit_are_refused(damage: str, tmp_path: 
 
 def mixture(folder: Path, family: str) -> Path:
     """A tiny mixture of experts, each with a width of its own where the family has one."""
+    if family == "gpt_oss":
+        return tiny_checkpoint(folder, family, num_masks=0, dtype="bfloat16")
     if family in ("mixtral", "qwen3_moe"):  # as published, and as llama.cpp takes it for granted
         fields = {"norm_topk_prob": True} if family == "qwen3_moe" else {}
         return tiny_checkpoint(folder, family, num_masks=0, tie_word_embeddings=False, dtype="bfloat16", **fields)
@@ -163,6 +166,48 @@ def test_experts_stay_in_their_blocks(tmp_path: Path, caplog: pytest.LogCaptureF
     plain = logits(load_model(file, weights="plain"))
     # of rows; rounded inputs let a few choose another expert
     assert float(((kept - plain).norm(dim=1) / plain.norm(dim=1)).median()) < 0.1
+
+
+def test_gpt_oss_in_blocks_is_what_is_published(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Experts in MXFP4 and the rest in bfloat16, as a GGUF and as safetensors: the same bits."""
+    source, published = mixture(tmp_path / "source", "gpt_oss"), tmp_path / "published"
+    write_mxfp4_experts(source, published, tmp_path / "plain")
+    file = write_gguf(tmp_path / "plain", tmp_path / "x.gguf", "BF16", experts="MXFP4")
+    with caplog.at_level(logging.INFO):
+        kept = load_model(file, weights="auto")
+    assert kept.facts.number_format == "bfloat16 with gguf weights"
+    assert "24 weights stay as the file has them (MXFP4); no other is quantised" in caplog.text
+    assert torch.equal(logits(kept), logits(load_model(published, weights="auto")))
+    dense = load_model(file, weights="plain", dtype="float32")
+    assert torch.equal(logits(dense), logits(load_model(published, weights="plain", dtype="float32")))
+    held = gguf_weights.held_bytes(GgufFile.open(file), Checkpoint.open(file).config, fuses=False)
+    layer = {"gate_up_proj": 4 * 2 * 128 * 64, "down_proj": 4 * 64 * 128}
+    assert held == {
+        f"model.layers.{number}.mlp.experts.{name}": numbers * 4.5 / 8
+        for number in range(2)
+        for name, numbers in layer.items()
+    }
+    with open_weights(Checkpoint.open(file)) as weights, open_weights(Checkpoint.open(tmp_path / "plain")) as plain:
+        for name in ("gate_up_proj", "down_proj", "gate_up_proj_bias"):
+            name = f"model.layers.1.mlp.experts.{name}"
+            assert torch.equal(weights.rows(name, slice(1, 3)), plain.whole(name).float()[1:3])
+
+
+@pytest.mark.parametrize(
+    ("without", "message"),
+    [
+        ("blk.0.attn_sinks.weight", r"lacks blk\.0\.attn_sinks\.weight"),
+        ("blk.1.ffn_up_exps.bias", r"lacks blk\.1\.ffn_up_exps\.bias"),
+        (None, r"ffn_gate_exps\.weight in .* has 4 experts, and the metadata says 8"),
+    ],
+)
+def test_a_gpt_oss_that_is_not_whole_is_refused(without: str | None, message: str, tmp_path: Path) -> None:
+    source = mixture(tmp_path / "source", "gpt_oss")
+    if without is None:
+        config = json.loads((source / "config.json").read_text())
+        (source / "config.json").write_text(json.dumps(config | {"num_local_experts": 8}))
+    with pytest.raises(UnsupportedModel, match=message):
+        load_model(write_gguf(source, tmp_path / "x.gguf", without=without))
 
 
 def test_experts_that_are_not_as_many_as_the_metadata_says_are_refused(tmp_path: Path) -> None:

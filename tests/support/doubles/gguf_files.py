@@ -26,6 +26,7 @@ _ARCHITECTURES = {
     "gemma3_text": constants.MODEL_ARCH.GEMMA3, "phi3": constants.MODEL_ARCH.PHI3,
     "mixtral": constants.MODEL_ARCH.LLAMA, "qwen2_moe": constants.MODEL_ARCH.QWEN2MOE,
     "qwen3_moe": constants.MODEL_ARCH.QWEN3MOE, "olmoe": constants.MODEL_ARCH.OLMOE,
+    "gpt_oss": constants.MODEL_ARCH.GPT_OSS,
 }  # fmt: skip
 
 _TURNED = ("llama", "mistral", "mixtral")
@@ -36,6 +37,7 @@ def write_gguf(
     file: Path,
     kind: str = "F32",
     *,
+    experts: str | None = None,
     values: Mapping[str, Any] | None = None,
     tokens: bool = True,
     without: str | None = None,
@@ -45,9 +47,10 @@ def write_gguf(
 ) -> Path:
     """Write the checkpoint in `folder` as a GGUF file, matrices as `kind`, and return the file.
 
-    `values`: further metadata, by key; `tokens`: with its tokenizer, which must be byte-level; `without`: a tensor that
-    is left out; `more`: tensors besides; `swap_attention`: query, key and value in one matrix where the family has
-    three, and the other way round; `rope_factors`: the long ones of LongRoPE instead of the config's, none: left out.
+    `experts`: kind of the matrices of experts, None: as the others; `values`: further metadata, by key; `tokens`: with
+    its tokenizer, which must be byte-level; `without`: a tensor that is left out; `more`: tensors besides;
+    `swap_attention`: query, key and value in one matrix where the family has three, and the other way round;
+    `rope_factors`: the long ones of LongRoPE instead of the config's, none: left out.
     """
     config = AutoConfig.from_pretrained(folder)
     architecture = _ARCHITECTURES[config.model_type]
@@ -63,17 +66,18 @@ def write_gguf(
                 type(value)
             ](key, value)
     names = get_tensor_name_map(architecture, config.num_hidden_layers)
-    wanted = GGMLQuantizationType[kind]
     laid_out = {
         names.get_name(name, try_suffixes=(".weight", ".bias")): _laid_out(name, tensor.float(), config)
-        for name, tensor in _stacked(load_file(folder / "model.safetensors")).items()
+        for name, tensor in _apart(_stacked(load_file(folder / "model.safetensors"))).items()
     }
     if swap_attention:
         laid_out = _swapped(laid_out, config)
     for name, tensor in (laid_out | dict(more or {})).items():
         if name == without:
             continue
-        held = wanted if tensor.dim() > 1 and "ffn_gate_inp" not in name else GGMLQuantizationType.F32
+        is_small = tensor.dim() == 1 or "ffn_gate_inp" in name or name.endswith(".bias")
+        of_matrix = experts if experts is not None and "_exps." in name else kind
+        held = GGMLQuantizationType["F32" if is_small else of_matrix]
         writer.add_tensor(name, quantize(tensor.numpy(), held), raw_dtype=held)
     rope = config.rope_parameters.get("full_attention", config.rope_parameters)
     if rope["rope_type"] == "llama3":
@@ -123,7 +127,9 @@ def _describe(writer: GGUFWriter, config: Any) -> None:
         writer.add_rope_scaling_attn_factors((1 + np.log(scale) / np.log(original)) ** 0.5)
     if rope["rope_type"] == "yarn":
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
-    if config.model_type in ("gemma2", "gemma3_text", "phi3"):
+    if config.model_type == "gpt_oss":
+        writer.add_expert_feed_forward_length(config.intermediate_size)
+    if config.model_type in ("gemma2", "gemma3_text", "phi3", "gpt_oss"):
         writer.add_sliding_window(config.sliding_window or 0)
     if config.model_type == "gemma2":
         writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
@@ -148,13 +154,30 @@ def _stacked(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     experts: dict[str, dict[int, Tensor]] = {}
     for name, tensor in tensors.items():
-        block, is_expert, rest = name.partition(".experts.")
-        if not is_expert:
+        block, _, rest = name.partition(".experts.")
+        number, _, linear = rest.partition(".")
+        if not linear:  # outside the experts, or stacked already
             found[name] = tensor
             continue
-        number, linear = rest.split(".", 1)
         experts.setdefault(f"{block}.experts.{linear}", {})[int(number)] = tensor
     return found | {name: torch.stack([each[i] for i in range(len(each))]) for name, each in experts.items()}
+
+
+def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Experts of gpt-oss, of which outputs of gate and up alternate behind the inputs, as three linears with biases."""
+    found: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        path, _, linear = name.rpartition(".")
+        weight = tensor.transpose(-1, -2) if linear in ("gate_up_proj", "down_proj") else tensor
+        kind = "bias" if linear.endswith("_bias") else "weight"
+        if linear.startswith("gate_up_proj"):
+            for number, role in enumerate(("gate", "up")):
+                found[f"{path}.{role}_proj.{kind}"] = weight[:, number::2].contiguous()
+        elif linear.startswith("down_proj"):
+            found[f"{path}.down_proj.{kind}"] = weight.contiguous()
+        else:
+            found[f"{name}.weight" if linear == "sinks" else name] = tensor
+    return found
 
 
 def _interleaved(tensor: Tensor, heads: int) -> Tensor:
