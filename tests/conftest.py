@@ -1,4 +1,4 @@
-"""How the tests are shared out among processes, where Triton's kernels run, and how async tests do."""
+"""How the tests are shared out among processes, where and how Triton's kernels run, and how async tests do."""
 
 import asyncio
 import inspect
@@ -6,12 +6,13 @@ import os
 from collections.abc import Iterator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from space_common.process import sleep_soon
 
 sleep_soon(os.environ)  # before torch loads OpenMP: other test processes need the processors, too
 
+import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
@@ -108,3 +109,21 @@ def num_threads(request: pytest.FixtureRequest) -> Iterator[int]:
     torch.set_num_threads(request.param)
     yield request.param
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def dots_round_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products of float32 tiles in Triton's interpreter, as if summed exactly: numpy's library sums a row otherwise by
+    its place in the tile, on processors with registers of 256 bits. A device does not."""
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        return
+    interpreter = pytest.importorskip("triton.runtime.interpreter")
+    plain = interpreter.InterpreterBuilder.create_dot
+
+    def create_dot(self: Any, a: Any, b: Any, d: Any, *settings: Any) -> Any:
+        if a.data.dtype != np.float32 or b.data.dtype != np.float32:
+            return plain(self, a, b, d, *settings)
+        product = np.matmul(a.data.astype(np.float64), b.data.astype(np.float64)).astype(d.data.dtype)
+        return interpreter.TensorHandle(product + d.data, d.dtype.scalar)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)

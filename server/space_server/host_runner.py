@@ -51,6 +51,10 @@ from space_server.worker_messages import TOO_LARGE, failure_message
 
 _log = logging.getLogger(__name__)
 
+CapturedForward = Callable[[ForwardBatch], tuple[Tensor, bool] | None]
+"""A forward pass by a CUDA graph: [R, hidden] after the final norm, and whether nothing was compiled or captured for
+it; None: it is not captured."""
+
 _LOGPROB_ROWS = 64  # prompt rows whose logits over the vocabulary are held at once
 
 
@@ -66,11 +70,13 @@ class HostRunner(ModelRunner):
         cost: StepCost | None = None,
         draft_source: DraftSource | None = None,
         synthetic: SyntheticAcceptance | None = None,
+        captured: CapturedForward = lambda batch: None,
         seconds_beside: Callable[[], float | None] = lambda: None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`controller`, `cost`: None: a SpeculationController, and typical costs. `seconds_beside`: called after a
-        step; the seconds it took of a device that other work keeps busy, else None."""
+        """`controller`, `cost`: None: a SpeculationController, and typical costs. `captured`: tried before the model's
+        own forward pass. `seconds_beside`: called after a step; the seconds it took of a device that other work keeps
+        busy, else None."""
         facts = model.facts
         self.model, self.kv = model, kv
         self._cost = cost or StepCost.typical(facts.device.type)
@@ -80,6 +86,7 @@ class HostRunner(ModelRunner):
         self._out_of_slots: Sequence[RunningSequence] = ()  # in the last step scheduled
         self._draft_source = draft_source
         self._synthetic = synthetic
+        self._captured, self._is_usual = captured, True  # nothing was compiled or captured in the last step
         self._seconds_beside, self._clock = seconds_beside, clock
         self._sampling, self._sampling_groups = Stopwatch(clock), SamplingGroups()
         self._plan_keys: tuple[PlanKey, ...] = ()  # heads and windows of the layers, known after the first step
@@ -128,10 +135,10 @@ class HostRunner(ModelRunner):
 
     def execute_model(self, scheduled: ScheduledBatch) -> None:
         """Run the step; sequences that fail do so alone. Raises if the device is lost."""
-        times = StepTimes()
+        times, self._is_usual = StepTimes(), True
         outputs = self._run_or_fail(scheduled.plans, times)
         self.waited += times.forward + times.sample + times.draft
-        is_usual = not self._head_drafter.take_catching_up()
+        is_usual = not self._head_drafter.take_catching_up() and self._is_usual
         self._output = StepOutput(outputs, scheduled.shape, times, self._seconds_beside(), is_usual)
 
     def get_output(self) -> StepOutput:
@@ -238,7 +245,7 @@ class HostRunner(ModelRunner):
         closing = [output for output in outputs if output.plan.closes]
         chosen = _rows_to_sample(batch, plans, len(closing))
         planned = clock()
-        hidden = self.model.forward(batch, self.kv)  # [R, hidden]
+        hidden = self._forward(batch)  # [R, hidden]
         self.num_forwards += 1
         logits, of_masks = self._logits(hidden, batch, chosen)
         forwarded = clock()
@@ -263,6 +270,14 @@ class HostRunner(ModelRunner):
         times.verify += verified - forwarded - sampling
         times.propose += drafted - verified - drafting
         return outputs
+
+    def _forward(self, batch: ForwardBatch) -> Tensor:
+        found = self._captured(batch)
+        if found is None:
+            return self.model.forward(batch, self.kv)
+        hidden, is_usual = found
+        self._is_usual = self._is_usual and is_usual
+        return hidden
 
     def _logits(self, hidden: Tensor, batch: ForwardBatch, chosen: Tensor | slice) -> tuple[Tensor, Tensor | None]:
         """Return logits [N, V] of the rows to sample; also [M, V] of all mask rows where one larger matmul is cheaper

@@ -173,6 +173,7 @@ class Worker:
             cost=self.cost,
             draft_source=draft_source,
             synthetic=synthetic,
+            captured=lambda batch: None if device is None else device.forward_prompts(batch),
             seconds_beside=lambda: None if device is None else device.did_other_work(),
             clock=clock,
         )

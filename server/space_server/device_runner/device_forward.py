@@ -16,11 +16,11 @@ import logging
 import time
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from space_kernels.dispatch import StepOps
@@ -51,6 +51,7 @@ from space_server.model_runner import StepModel
 
 MOST_TOP = 20  # most alternatives per id in a device step; sequences that want more are stepped on the host
 _TOPS = (0, 5, MOST_TOP)
+_LEAST_PAGES = 16
 _ASKING = 4
 _ROWS_AT_ONCE = 64  # rows whose whole vocabulary is sorted at once
 
@@ -71,6 +72,14 @@ def round_up_count(count: int, batch_size: int) -> int:
     while size < count:
         size *= _ASKING
     return min(size, batch_size)
+
+
+def round_up_pages(count: int, most: int) -> int:
+    """Round page-table entries up to 16 times a power of 4, at most `most`. Attention skips unused entries."""
+    size = _LEAST_PAGES
+    while size < count:
+        size *= 4
+    return min(size, most)
 
 
 def report(raw: Tensor, ids: Tensor, num_top: int) -> Tensor:
@@ -116,6 +125,13 @@ class StepKind:
     num_with_logprobs: int = 0  # sequences whose log-probabilities are reported
     num_top: int = 0  # alternatives of each of their ids
     adapter: int | None = None  # adapter of the masks or the recurrent head; None: the checkpoint's own
+
+    def __str__(self) -> str:
+        layout = self.layout
+        return (
+            f"a step of batch size {self.batch_size}, {layout.num_drafts} drafts, masks {layout.masks} and "
+            f"{layout.head_drafts} drafts of the head, with {self.num_pages} pages"
+        )
 
 
 Forward = Callable[[StepState, StepIndex, DeviceRows, StepKind], Tensor]
@@ -338,36 +354,44 @@ MOST_GRAPHS = 64
 _log = logging.getLogger(__name__)
 
 
-class StepGraphs:
+GraphKey = TypeVar("GraphKey", bound=Hashable)
+"""What determines the shapes of a step; `str` names it in the log."""
+
+
+class StepGraphs(Generic[GraphKey]):
     """Runs device steps, by replaying CUDA graphs where possible: a step's launches, captured once and replayed by one
     call.
 
     The first step of a kind runs eagerly, which compiles its kernels; the second is captured and replayed. All graphs
     share one memory pool, because they run one after the other and their results are copied out of it. A step in which
     the host waits for the device cannot be captured (experts that are counted on the host, for example), and a failed
-    capture costs more than the step. So the first kind runs eagerly once more, watched for such waits.
+    capture costs more than the step. So the first kind of each type runs eagerly once more, watched for such waits.
     """
 
-    def __init__(self, take: Callable[[StepKind], Tensor], result: Tensor, *, most: int = MOST_GRAPHS) -> None:
+    def __init__(self, take: Callable[[GraphKey], Tensor], result: Tensor, *, most: int = MOST_GRAPHS) -> None:
         """`result` [cells]: buffer at a fixed address that `take`'s results, shorter ones, are copied to."""
         self._take, self._result, self._most = take, result, most
-        self._graphs: OrderedDict[StepKind, torch.cuda.CUDAGraph] = OrderedDict()
-        self._num_cells: dict[StepKind, int] = {}  # size of the result of each kind that has run
+        self._graphs: OrderedDict[GraphKey, torch.cuda.CUDAGraph] = OrderedDict()
+        self._num_cells: dict[GraphKey, int] = {}  # size of the result of each kind that has run
         self._pool = _new_pool()
-        self._captures: bool | None = None  # whether steps can be captured; None: not known yet
-        self._eager: set[StepKind] = set()  # kinds whose graph did not fit in memory
+        self._captures: dict[type, bool] = {}  # whether kinds of a type can be captured, once that is known
+        self._eager: set[GraphKey] = set()  # kinds whose graph did not fit in memory
         self.num_replays = 0
         self.was_usual = False  # whether the last step compiled and captured nothing
 
     def __len__(self) -> int:
         return len(self._graphs)
 
-    def __call__(self, kind: StepKind) -> Tensor:
+    def can_capture(self, kind: GraphKey) -> bool:
+        """Whether a graph of this kind exists, or may be captured as far as is known."""
+        return self._captures.get(type(kind), True) and kind not in self._eager
+
+    def __call__(self, kind: GraphKey) -> Tensor:
         """Run one step; the result is valid until the next call."""
         graph, is_new = self._graphs.get(kind), kind not in self._num_cells
-        may_capture = not is_new and self._captures is not False and kind not in self._eager
+        may_capture = not is_new and self.can_capture(kind)
         self.was_usual = graph is not None or not (is_new or may_capture)
-        if graph is None and may_capture and self._captures is None:
+        if graph is None and may_capture and type(kind) not in self._captures:
             self._watch(kind)
             return self._result[: self._num_cells[kind]]
         if graph is None and may_capture:
@@ -380,12 +404,12 @@ class StepGraphs:
             self.num_replays += 1
         return self._result[: self._num_cells[kind]]
 
-    def _into_result(self, kind: StepKind) -> None:
+    def _into_result(self, kind: GraphKey) -> None:
         found = self._take(kind)
         self._num_cells[kind] = len(found)
         self._result[: len(found)].copy_(found)
 
-    def _watch(self, kind: StepKind) -> None:
+    def _watch(self, kind: GraphKey) -> None:
         """Run this kind and detect whether the host waits for the device in it."""
         with warnings.catch_warnings(record=True) as message:
             warnings.simplefilter("always")
@@ -395,13 +419,13 @@ class StepGraphs:
             finally:
                 torch.cuda.set_sync_debug_mode("default")
         waits = [str(one.message) for one in message if _WAITED in str(one.message)]
-        self._captures = not waits
+        self._captures[type(kind)] = not waits
         if waits:
             _log.warning(
-                "device steps run without CUDA graphs: the host waits for the device %d times in a step", len(waits)
+                "%s and its like run without CUDA graphs: the host waits for the device %d times", kind, len(waits)
             )
 
-    def _capture(self, kind: StepKind) -> torch.cuda.CUDAGraph | None:
+    def _capture(self, kind: GraphKey) -> torch.cuda.CUDAGraph | None:
         """Capture this kind. If it cannot be captured, stop capturing; if memory is short, skip this kind only."""
         begun, stream = time.perf_counter(), torch.cuda.current_stream()
         graph, message, wants_memory = torch.cuda.CUDAGraph(), None, False
@@ -417,23 +441,13 @@ class StepGraphs:
             if wants_memory:
                 self._free_graphs(kind)
             else:
-                self._captures = False
-                _log.warning("device steps run without CUDA graphs, because they cannot be captured: %s", message)
+                self._captures[type(kind)] = False
+                _log.warning("%s and its like run without CUDA graphs: they cannot be captured: %s", kind, message)
             return None
         self._graphs[kind] = graph
         if len(self._graphs) > self._most:
             self._graphs.popitem(last=False)
-        _log.info(
-            "captured a step of batch size %d, %d drafts, masks %s and %d drafts of the head, with %d pages in %.3f s; "
-            "%d graphs",
-            kind.batch_size,
-            kind.layout.num_drafts,
-            kind.layout.masks,
-            kind.layout.head_drafts,
-            kind.num_pages,
-            time.perf_counter() - begun,
-            len(self._graphs),
-        )
+        _log.info("captured %s in %.3f s; %d graphs", kind, time.perf_counter() - begun, len(self._graphs))
         return graph
 
     def _end_failed_capture(self, stream: torch.cuda.Stream) -> None:
@@ -448,7 +462,7 @@ class StepGraphs:
         segments: list[dict[str, Any]] = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
         return any(segment["segment_pool_id"] == self._pool and not segment["active_size"] for segment in segments)
 
-    def _free_graphs(self, kind: StepKind) -> None:
+    def _free_graphs(self, kind: GraphKey) -> None:
         """Run this kind eagerly from now on and drop all graphs; kinds still in use are captured again."""
         self._eager.add(kind)
         torch.cuda.synchronize()  # some may run
@@ -458,7 +472,7 @@ class StepGraphs:
             torch._C._cuda_releasePool(torch.cuda.current_device(), self._pool)
             give_back_unused()
         self._pool = _new_pool()
-        _log.warning("no memory to capture a step of batch size %d; it runs without a CUDA graph", kind.batch_size)
+        _log.warning("no memory to capture %s; it runs without a CUDA graph", kind)
 
 
 def _new_pool() -> Any:

@@ -30,6 +30,7 @@ from space_kernels.step.state import RESULT_FIXED, result_width
 from space_kernels.step.verification import EndCode
 from space_model.free_memory import is_out_of_memory
 from space_model.geometry.draft_layout import DraftLayout
+from space_model.geometry.forward_batch import ForwardBatch
 from space_model.networks.network import PagedKV
 from torch import Tensor
 
@@ -46,8 +47,10 @@ from space_server.device_runner.device_forward import (
     TensorForward,
     num_cells,
     round_up_count,
+    round_up_pages,
     round_up_top,
 )
+from space_server.device_runner.prompt_graphs import PromptForward, PromptKind
 from space_server.drafts import BY_HEAD, chances_of
 from space_server.host_runner import no_choice
 from space_server.machine.memory import give_back_unused
@@ -101,8 +104,6 @@ _ENDS = {
     EndCode.LENGTH: SequenceEnd.LENGTH,
     EndCode.ERROR: None,
 }
-
-_LEAST_PAGES = 16
 
 AHEAD = 2  # most steps in flight: one that runs, and one queued behind it
 MOST_FAILURES = 3  # consecutive launch failures after which all sequences are stepped on the host for good
@@ -173,9 +174,16 @@ class DeviceRunner(ModelRunner):
         most = state.drafts.shape[1]
         self._width = result_width(most)
         size = max_sequences * self._width + num_cells(max_sequences, most + 1, min(MOST_TOP, facts.vocab_size))
-        self._graphs: StepGraphs | None = None
+        self._max_pages = state.page_table.shape[1]
+        self._graphs: StepGraphs[StepKind | PromptKind] | None = None
+        self._prompts: PromptForward | None = None
         if captures:
-            self._graphs = StepGraphs(step.take, torch.zeros(size, dtype=torch.int32, device=facts.device))
+            prompts = self._prompts = PromptForward(model, kv, max_pages=self._max_pages)
+
+            def take(kind: StepKind | PromptKind) -> Tensor:
+                return prompts.take(kind) if isinstance(kind, PromptKind) else step.take(kind)
+
+            self._graphs = StepGraphs(take, torch.zeros(size, dtype=torch.int32, device=facts.device))
             self._take = self._graphs
         # two buffers: at most two steps are in flight
         self._on_host = [torch.zeros(size, dtype=torch.int32, pin_memory=on_gpu) for _ in range(2)]
@@ -183,7 +191,6 @@ class DeviceRunner(ModelRunner):
         self._clock, self._on_gpu = clock, on_gpu
         self._launched: deque[Launched] = deque()
         self._last: Any | None = None  # end of the last step, if no other work was queued since
-        self._max_pages = state.page_table.shape[1]
 
     @property
     def sequences(self) -> list[RunningSequence]:
@@ -316,6 +323,19 @@ class DeviceRunner(ModelRunner):
         )
         self.num_forwards += 1
 
+    def forward_prompts(self, batch: ForwardBatch) -> tuple[Tensor, bool] | None:
+        """Run the forward pass of a host step by a CUDA graph: [R, hidden] after the final norm, and whether nothing
+        was compiled or captured for it. None: it is no step of small prompts, or is not captured here."""
+        graphs, prompts = self._graphs, self._prompts
+        if graphs is None or prompts is None:
+            return None
+        kind = prompts.kind_of(batch)
+        if kind is None or not graphs.can_capture(kind):
+            return None
+        prompts.send(batch, kind)
+        graphs(kind)
+        return prompts.hidden(batch, kind), graphs.was_usual
+
     def read(self) -> StepOutput:
         """Wait for the oldest step in flight. Sequences removed since its launch are left out of the outputs."""
         launched = self._launched.popleft()
@@ -389,9 +409,9 @@ class DeviceRunner(ModelRunner):
         return rows, LogprobReport(launched.result[size:], kind.num_with_logprobs, kind.layout.num_drafts + 1)
 
     def take_largest(self) -> None:
-        """Run the step that uses most memory until its graph is captured: full batch size, whole mask groups (or most
-        drafts of the recurrent head, without masks), sampling with top-p, longest page lists. The batch is empty, so
-        nothing is written."""
+        """Run the steps that use most memory until their graphs are captured: full batch size, whole mask groups (or
+        most drafts of the recurrent head, without masks), sampling with top-p, longest page lists; and the largest
+        prompts. The batch is empty and there are no prompts, so nothing is written."""
         facts = self._facts
         most, by_head = facts.most_masks, facts.most_head_drafts
         if most or not by_head:
@@ -409,6 +429,10 @@ class DeviceRunner(ModelRunner):
         )
         for _ in range(3):
             self._take(kind)
+        if self._graphs is not None and self._prompts is not None:
+            self._prompts.clear()
+            for prompts in self._prompts.largest * 3:
+                self._graphs(prompts)
 
     def did_other_work(self) -> float | None:
         """Return the seconds from the end of the last step in flight until now, for other work queued behind it.
@@ -421,11 +445,8 @@ class DeviceRunner(ModelRunner):
         return self._timeline.seconds(last, now)
 
     def _num_pages(self) -> int:
-        """Round up to a few sizes: few graphs. Attention skips unused entries."""
-        count = _LEAST_PAGES
-        while count < self.batch.num_pages:
-            count *= 4
-        return min(count, self._max_pages)
+        """Round up to a few sizes: few graphs."""
+        return round_up_pages(self.batch.num_pages, self._max_pages)
 
     def _advance(self, sequence: RunningSequence, layout: DraftLayout, row: list[int]) -> SequenceOutput:
         """Return the output of a sequence that took part."""

@@ -59,6 +59,9 @@ CONTEXT, LONG_CONTEXT = 64, 512
 NEW_TOKENS = 160
 """Tokens that each sequence has slots for."""
 
+NUM_ONE_TIME = 3
+"""Steps of a prompt that is captured before its cost is learnt: they compile, are watched for waits, and capture."""
+
 NUM_IDLE, NUM_STEPS, MOST_STEPS = 2, 5, 20
 """Untimed first steps of a case, which have no drafts yet and compile and capture on a device; then timed steps, of
 which the median counts: at least NUM_STEPS, and up to MOST_STEPS while they are short."""
@@ -373,8 +376,8 @@ def time_steps(
     pages_each = -(-num_slots // kv.block_size)
     if pages_each > kv.num_blocks or num_slots > model.facts.window:
         return None
-    if case.prompt_rows:
-        steps = "host"  # prompts always run on the host runner
+    if case.prompt_rows and steps == "eager":
+        steps = "host"  # prompts always run on the host runner, which replays graphs of small ones
     recorder, rng = Recorder(), random.Random(0)
     worker = _worker(model, kv, recorder, FixedLayout(lambda room: case.layout), case.num_sequences, steps, clock)
 
@@ -389,11 +392,14 @@ def time_steps(
 
     admitted = begun = clock()
     if case.prompt_rows:
-        for number in range(case.num_idle + NUM_STEPS):  # one after the other
+        most_timed = case.num_idle + NUM_STEPS
+        for number in range(most_timed + (NUM_ONE_TIME if steps == "device" else 0)):  # one after the other
             admit(number)
             worker.step()
             worker.apply(pb.Command(release=pb.Release(seq_id=number + 1)))
-            if is_over(begun):
+            if not recorder.points:
+                begun = clock()  # one-time work does not count
+            if is_over(begun) or len(recorder.points) == most_timed:
                 break
     else:
         for number in range(case.num_sequences):
@@ -457,7 +463,7 @@ def _admit(worker: Worker, number: int, case: CalibrationCase, pages: range, rng
         worker.kv.states.put(sequence.state, case.context - 1)
 
 
-FORMAT = 4
+FORMAT = 5
 """Raised whenever the file's format or the meaning of its costs changes."""
 
 

@@ -64,7 +64,7 @@ class Recorder:
                 stacklevel=1,
             )
 
-    def take(self, of: StepKind) -> Tensor:
+    def take(self, of: StepKind | OtherKind) -> Tensor:
         how = "record" if self.recording is not None else "watch" if self.debug == "warn" else "launch"
         self.taken.append(f"{how} {of.batch_size}")
         if self.waits and self.debug == "warn":
@@ -153,7 +153,7 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     return found
 
 
-def graphs_of(recorder: Recorder, most: int = 8) -> StepGraphs:
+def graphs_of(recorder: Recorder, most: int = 8) -> StepGraphs[StepKind]:
     return StepGraphs(recorder.take, torch.zeros(8, 1, dtype=torch.int32), most=most)
 
 
@@ -214,6 +214,23 @@ def test_steps_that_cannot_be_captured_are_launched_where_the_others_are(
     assert any("cannot be captured" in message for message in caplog.messages)
 
 
+@dataclass(frozen=True)
+class OtherKind:
+    batch_size: int
+
+
+def test_steps_of_one_type_are_captured_though_those_of_another_cannot_be(recorder: Recorder) -> None:
+    graphs: StepGraphs[StepKind | OtherKind] = StepGraphs(recorder.take, torch.zeros(8, 1, dtype=torch.int32))
+    recorder.waits = True
+    for _ in range(3):
+        graphs(OtherKind(3))
+    recorder.waits = False
+    for _ in range(4):
+        graphs(kind(2))
+    assert recorder.taken[-5:] == ["launch 2", "watch 2", "record 2", "replay 2", "replay 2"]
+    assert [graphs.can_capture(one) for one in (OtherKind(4), kind(4))] == [False, True]
+
+
 @pytest.mark.parametrize(
     "behaviour",
     [
@@ -268,7 +285,7 @@ def test_replayed_steps_give_the_texts_of_host_steps_and_never_wait(tiny_path: P
             assert isinstance(graphs, StepGraphs)
             taken.append(graphs)
 
-            def never_waiting(of: StepKind, graphs: StepGraphs = graphs) -> Tensor:
+            def never_waiting(of: StepKind, graphs: StepGraphs[StepKind] = graphs) -> Tensor:
                 with warnings.catch_warnings():  # torch's notice of what it does not detect
                     warnings.simplefilter("ignore")
                     torch.cuda.set_sync_debug_mode("error" if of in graphs._graphs else "default")
@@ -297,7 +314,7 @@ def test_a_capture_in_which_the_host_waits_leaves_a_device_that_works(watched: b
     stream = torch.cuda.current_stream()
     graphs = StepGraphs(take, result)
     if not watched:
-        graphs._captures = True
+        graphs._captures = {StepKind: True}
     for _ in range(4):
         assert graphs(kind(3)).tolist() == [0, 1, 2]
     assert len(graphs) == 0
@@ -320,8 +337,8 @@ def test_what_a_capture_took_that_found_no_more_memory_is_given_back() -> None:
         return found
 
     graphs = StepGraphs(take, torch.zeros(8, dtype=torch.int32, device="cuda"))
-    graphs._captures, pool = True, graphs._pool
+    graphs._captures, pool = {StepKind: True}, graphs._pool
     for _ in range(3):
         assert graphs(kind(3)).tolist() == [0, 1, 2]
-    assert graphs._captures  # it was for memory
+    assert graphs._captures[StepKind]  # it was for memory
     assert pool not in [segment["segment_pool_id"] for segment in torch.cuda.memory_snapshot()]  # type: ignore[no-untyped-call]

@@ -217,7 +217,7 @@ def test_a_failed_capture_leaves_its_stream_and_the_graph_cache_restores_it(devi
         return found[: int(found.item())]
 
     graphs = StepGraphs(take, result)
-    graphs._captures = True  # as if the waits had not been seen
+    graphs._captures = {str: True}  # as if the waits had not been seen
     for _ in range(3):
         assert graphs("kind").tolist() == [1]  # type: ignore[arg-type]
     assert (len(graphs), graphs.num_replays) == (0, 0)
@@ -264,7 +264,10 @@ def test_a_tensor_that_a_kept_graph_reads_and_the_step_drops_is_caught(device: S
     def index_of(batch_size: int) -> Tensor:
         return torch.arange(batch_size, dtype=torch.int32, device="cuda")
 
-    graphs = StepGraphs(lambda kind: index_of(kind.batch_size) + 1, torch.zeros(4, dtype=torch.int32, device="cuda"))
+    def take(kind: StepKind) -> Tensor:
+        return index_of(kind.batch_size) + 1
+
+    graphs = StepGraphs(take, torch.zeros(4, dtype=torch.int32, device="cuda"))
     for _ in range(4):
         assert graphs(kind_of(2)).tolist() == [1, 2]
     assert graphs.num_replays == 2
@@ -312,7 +315,7 @@ class StepClock:
         return self.now
 
 
-def never_waiting(taken: StepGraphs, clock: StepClock | None = None) -> Callable[[StepKind], Tensor]:
+def never_waiting(taken: StepGraphs[StepKind], clock: StepClock | None = None) -> Callable[[StepKind], Tensor]:
     """Take steps so that a wait of the host in one that is captured or replayed raises."""
 
     def take(kind: StepKind) -> Tensor:

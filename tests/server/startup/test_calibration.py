@@ -25,6 +25,7 @@ from space_model.model_facts import HeadFacts
 from space_model.networks.network import PagedKV
 from space_model.space_model import SpaceModel
 from space_server.device_runner.device_forward import DeviceForward, StepKind
+from space_server.device_runner.device_runner import DeviceRunner
 from space_server.machine.sensors import LoadWatch, MachineLoad
 from space_server.speculation.controller import few_layouts
 from space_server.startup import calibration
@@ -35,6 +36,7 @@ from space_server.startup.calibration import (
     PLAIN_STEP,
     BadCostFile,
     Calibration,
+    CalibrationCase,
     CostFile,
     StartingCosts,
     Timing,
@@ -172,6 +174,27 @@ def test_what_captured_steps_take_at_first_leaves_the_time_for_measuring(
     in_time, beyond = measured("eager"), measured("device")
     assert len(beyond) > 2 * len(in_time)
     assert {size for size, _ in beyond} >= {1, 8, 32, 64}
+
+
+def test_what_a_small_prompt_takes_to_be_captured_is_not_measured(
+    model: SpaceModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, num_run, kv = 0.0, 0, model.allocate_kv(8, 16)
+
+    def forward(runner: DeviceRunner, batch: ForwardBatch) -> tuple[torch.Tensor, bool]:
+        nonlocal now, num_run
+        num_run += 1
+        now += 9.0 if num_run <= calibration.NUM_ONE_TIME else 0.002
+        return model.forward(batch, kv), num_run > calibration.NUM_ONE_TIME
+
+    monkeypatch.setattr(DeviceRunner, "forward_prompts", forward)
+    case = CalibrationCase(1, DraftLayout.plain(), 0, prompt_rows=8)
+    timing = time_steps(model, kv, case, "device", clock=lambda: now)
+    assert timing is not None
+    assert timing.times == pytest.approx([0.002] * calibration.NUM_STEPS)
+    assert timing.one_time == 27.0
+    assert time_steps(model, kv, case, "eager", clock=lambda: now) is not None
+    assert num_run == calibration.NUM_ONE_TIME + 1 + calibration.NUM_STEPS  # not where nothing is captured
 
 
 def test_captured_steps_are_measured_in_every_batch_by_the_head_too(model: SpaceModel) -> None:
