@@ -5,17 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from exactness_matrix import make_worker
-from space_common.worker.client import ClientSequence, SequenceRequest, WorkerClient
+from space_common.worker.client import ClientSequence, GrpcWorker, SequenceRequest, WorkerClient
 from space_eval.acceptance.equivalence import RIGHT, Future, ScriptedDrafts
 from space_model.loading.load import load_model
 from space_model.space_model import SpaceModel
 from space_proto import worker_pb2 as pb
 from space_server.speculation.controller import FixedLayout
+from space_server.worker import Worker
+from space_train.self_generation.self_generate import Ends, ScribeCounts, UnfinishedText, write_texts
 from tiny_checkpoints import tiny_checkpoint
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -144,3 +146,25 @@ def test_a_router_that_does_not_admit_again_gets_the_long_factors_alone(model: S
     client.run()
     assert [report.finish for report in record.reports if report.finish] == [pb.FINISH_LENGTH]
     assert record.logprobs != decoded(model, [request(0, 0.0)])[0].logprobs
+
+
+class SteppedByHand:
+    """A worker in this process as a stream to one is: it says hello."""
+
+    def __init__(self, worker: Worker) -> None:
+        self.block_size, self.num_blocks, self.hello = worker.block_size, worker.num_blocks, worker.hello("one")
+        self.apply, self.step = worker.apply, worker.step
+
+
+def test_texts_that_the_model_writes_itself_are_those_that_it_serves(model: SpaceModel, alone: Alone) -> None:
+    plain = alone(0.8)
+    texts = [UnfinishedText(one.request.prompt, 0.8, number) for number, one in enumerate(plain)]
+    banned = tuple(sorted({*range(model.facts.vocab_size)} - {*ID_RANGE}))
+    worker = SteppedByHand(make_worker(model, FixedLayout.full(0), None, num_blocks=160))
+    ended = [
+        text
+        for step in write_texts(cast(GrpcWorker, worker), texts, Ends(MAX_TOKENS, (), banned), ScribeCounts())
+        for text in step
+    ]
+    assert sorted(text.seed for text in ended) == list(range(len(LENGTHS)))
+    assert [text.output for text in texts] == [one.tokens for one in plain]

@@ -258,8 +258,9 @@ def write_texts(
     its pages, so that no running text waits for pages. Raises TextFailed or WorkerLost."""
     hello = worker.hello
     client = WorkerClient(
-        worker, max_prefill_rows=MAX_PREFILL_ROWS, max_draft_length=hello.max_draft_length, keeps_reports=False
-    )
+        worker, max_prefill_rows=MAX_PREFILL_ROWS, max_draft_length=hello.max_draft_length, keeps_reports=False,
+        readmits=True,
+    )  # fmt: skip
     limits = pb.Limits(max_tokens=ends.max_tokens, eos_ids=ends.eos_ids)
     banned = [pb.IdRun(ids=[id_]) for id_ in ends.banned_ids]
 
@@ -284,7 +285,8 @@ def write_texts(
             if part.finish == pb.FINISH_ERROR:
                 raise TextFailed(f"The text of seed {text.seed} ({len(text.prompt)} prompt ids) failed: {part.error}")
             client.release(part.seq_id)
-            ended.append(text)
+            if part.finish != pb.FINISH_READMIT:
+                ended.append(text)
         yield ended
 
 
