@@ -1,7 +1,7 @@
 """Builds config.json from the metadata of a GGUF file.
 
 A GGUF file describes a model in llama.cpp's terms; what llama.cpp hard-codes (Gemma's layer pattern, its second rotary
-base, the scale of its attention, the gate of gpt-oss's experts) is listed here.
+base, the scale of its attention, SmolLM3's layers without positions, the gate of gpt-oss's experts) is listed here.
 """
 
 from __future__ import annotations
@@ -30,6 +30,10 @@ FAMILIES: Mapping[str, tuple[str, str]] = {
     "qwen3moe": ("qwen3_moe", "Qwen3MoeForCausalLM"),
     "olmoe": ("olmoe", "OlmoeForCausalLM"),
     "gpt-oss": ("gpt_oss", "GptOssForCausalLM"),
+    "smollm3": ("smollm3", "SmolLM3ForCausalLM"),
+    "granite": ("granite", "GraniteForCausalLM"),
+    "olmo2": ("olmo2", "Olmo2ForCausalLM"),
+    "gemma": ("gemma", "GemmaForCausalLM"),
 }
 """Architecture in the file -> model_type and architecture in config.json."""
 
@@ -53,6 +57,13 @@ _NEUTRAL: Mapping[str, Any] = {
     "use_parallel_residual": False,
 }
 """Keys that change the computation. Only the value that a missing key implies is supported."""
+
+_SCALES = {
+    "embedding_scale": "embedding_multiplier",
+    "residual_scale": "residual_multiplier",
+    "logit_scale": "logits_scaling",
+}
+"""Keys of Granite, whose model has factors, and their fields of config.json."""
 
 _EXPERTS = frozenset(
     {
@@ -141,12 +152,13 @@ def config_of(file: GgufFile) -> dict[str, Any]:
         config[f"{name}_token_id"] = id if isinstance(id, int) and 0 <= id < config["vocab_size"] else None
     if facts.is_mixture:
         config |= _experts(facts)
-    if model_type in ("llama", "qwen3", "gemma2", "gemma3_text"):
+    if model_type in ("llama", "qwen3", "gemma2", "gemma3_text", "smollm3", "granite", "olmo2", "gemma"):
         config["attention_bias"] = "blk.0.attn_q.bias" in file.tensors or "blk.0.attn_qkv.bias" in file.tensors
-    if model_type == "llama":
+    if model_type in ("llama", "smollm3", "granite"):
         config["mlp_bias"] = "blk.0.ffn_up.bias" in file.tensors
     rope = _rope(facts, head_dim, rotary)
-    if facts.architecture.startswith("gemma"):
+    is_sliding_gemma = facts.architecture in _GEMMA_27B_LAYERS
+    if is_sliding_gemma:
         config |= _gemma(facts, rope, hidden // heads, head_dim)
     elif facts.architecture == "gpt-oss":
         config |= _gpt_oss(facts, rope)
@@ -157,9 +169,10 @@ def config_of(file: GgufFile) -> dict[str, Any]:
         config["original_max_position_embeddings"] = facts.count(
             "rope.scaling.original_context_length", config["max_position_embeddings"]
         )
-    elif not facts.architecture.startswith("gemma") and facts.architecture != "gpt-oss":
+    elif not is_sliding_gemma and facts.architecture != "gpt-oss":
         if facts.architecture.startswith("qwen"):
             config["use_sliding_window"] = False
+        config |= _more(facts, head_dim)
         _refuse_window(facts)
     return config
 
@@ -193,7 +206,7 @@ class Facts:
             name = key.removeprefix(f"{architecture}.")
             if name == key or name in _READ or name in _IDLE:
                 continue
-            if name in _EXPERTS and facts.is_mixture:
+            if (name in _EXPERTS and facts.is_mixture) or (name in _SCALES and architecture == "granite"):
                 continue
             if name not in _NEUTRAL:
                 raise GgufError(f"{file.path} says {key} = {_short(value)}, which is not understood here. {RECONVERT}")
@@ -394,6 +407,22 @@ def _gemma(facts: Facts, rope: dict[str, Any], wide: int, head_dim: int) -> dict
             raise GgufError(f"{facts.file.path} has two rotary bases, which Gemma 2 does not have. {RECONVERT}")
         config["rope_parameters"] = rope
     return config
+
+
+def _more(facts: Facts, head_dim: int) -> dict[str, Any]:
+    """Return the fields of config.json that only this family has, of one without sliding windows."""
+    scale = facts.number("attention.scale", 0.0) or head_dim**-0.5  # llama.cpp takes 0 for this default, too
+    if facts.architecture == "granite":
+        factors = {field: facts.number(key, 1.0) for key, field in _SCALES.items()}
+        return {"attention_multiplier": scale, **factors}
+    if not math.isclose(scale, head_dim**-0.5, rel_tol=1e-6):
+        raise GgufError(
+            f"{facts.file.path} scales its attention by {scale}, which models of {facts.architecture} do not do here. "
+            f"{RECONVERT}"
+        )
+    if facts.architecture == "smollm3":
+        return {"no_rope_layer_interval": 4, "use_sliding_window": False}
+    return {"hidden_act": "gelu_pytorch_tanh"} if facts.architecture == "gemma" else {}
 
 
 def _gpt_oss(facts: Facts, rope: dict[str, Any]) -> dict[str, Any]:

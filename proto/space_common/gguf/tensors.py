@@ -1,12 +1,13 @@
 """Maps each Hugging Face tensor name to the tensors of a GGUF file that it is built from.
 
-    blk.0.attn_q.weight         rows of each head interleaved: pairs that turn together   llama only
+    blk.0.attn_q.weight         rows of each head interleaved: pairs that turn together   llama, smollm3, granite
     model.layers.0.self_attn.q_proj.weight                        first half, second half
 
-llama.cpp's converter reorders the rows of Llama's query and key, and adds 1 to the weights of Gemma's norms; here both
-are undone. Phi-3 has one matrix for query, key and value, the others have three; a file may have either form. The
-experts of a layer are below each other, one tensor for each of gate, up and down; config.json's families have three for
-each expert, gpt-oss two for all: outputs of gate and up alternate there, and inputs come before outputs.
+llama.cpp's converter reorders the rows of query and key in Llama and the families that it converts as one, and adds 1
+to the weights of Gemma's norms; here both are undone. Phi-3 has one matrix for query, key and value, the others have
+three; a file may have either form. The experts of a layer are below each other, one tensor for each of gate, up and
+down; config.json's families have three for each expert, gpt-oss two for all: outputs of gate and up alternate there,
+and inputs come before outputs.
 """
 
 from __future__ import annotations
@@ -43,6 +44,11 @@ _SHARED_EXPERT = {
 }
 _STACKED_EXPERTS = {"gate_up_proj": ("ffn_gate_exps", "ffn_up_exps"), "down_proj": ("ffn_down_exps",)}
 _NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
+_OLMO_2_NORMS = {
+    "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+_TURNED = ("llama", "smollm3", "granite")
 _GPT_OSS = {
     "attn_norm": "input_layernorm",
     "post_attention_norm": "post_attention_layernorm",
@@ -153,7 +159,9 @@ class _Sources:
         if self._architecture == "gpt-oss":
             self._gpt_oss_layer(here, there)
             return
-        modules = {"attn_output": "self_attn.o_proj"} | (_GEMMA_NORMS if self._is_gemma else _NORMS)
+        has_four_norms = self._architecture in ("gemma2", "gemma3")
+        norms = _OLMO_2_NORMS if self._architecture == "olmo2" else _GEMMA_NORMS if has_four_norms else _NORMS
+        modules = {"attn_output": "self_attn.o_proj"} | norms
         biased = {"attn_output"} if config.get("attention_bias") else set()
         if self._architecture == "phi3":
             modules |= {"ffn_up": "mlp.gate_up_proj", "ffn_down": "mlp.down_proj"}
@@ -165,7 +173,7 @@ class _Sources:
             has_bias = bool(config.get("attention_bias")) or self._architecture in ("qwen2", "qwen2moe")
             for kind in ("weight", "bias") if has_bias else ("weight",):
                 self._split(here, there, kind)
-        if self._architecture in ("qwen3", "qwen3moe", "gemma3", "olmoe"):
+        if self._architecture in ("qwen3", "qwen3moe", "gemma3", "olmoe", "olmo2"):
             modules |= _HEAD_NORMS
         for name, target in modules.items():
             self._take(f"{here}.{name}.weight", f"{there}.{target}.weight")
@@ -216,7 +224,7 @@ class _Sources:
         )
         joined, start = f"{here}.attn_qkv.{kind}", 0
         for (name, target), count in zip(_ATTENTION.items(), (heads, kv_heads, kv_heads), strict=True):
-            turned = count if self._architecture == "llama" and name != "attn_v" else 0
+            turned = count if self._architecture in _TURNED and name != "attn_v" else 0
             if joined in self._file.tensors:
                 rows = TensorRows(self._tensor(joined), start, start + count * size)
                 start = rows.stop

@@ -137,7 +137,8 @@ def test_what_a_model_cannot_be_here_is_refused_by_name_with_a_cure(
 
 def test_another_architecture_is_refused_with_those_that_are_served(write: Write) -> None:
     said = refusal(write(architecture="mamba"))
-    served = "llama, qwen2, qwen3, gemma2, gemma3, phi3, qwen2moe, qwen3moe, olmoe, gpt-oss"
+    served = "llama, qwen2, qwen3, gemma2, gemma3, phi3, qwen2moe, qwen3moe, olmoe, gpt-oss, "
+    served += "smollm3, granite, olmo2, gemma"
     assert f"architecture 'mamba'; GGUF files of {served} are served" in said
 
 

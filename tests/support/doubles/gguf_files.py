@@ -26,10 +26,11 @@ _ARCHITECTURES = {
     "gemma3_text": constants.MODEL_ARCH.GEMMA3, "phi3": constants.MODEL_ARCH.PHI3,
     "mixtral": constants.MODEL_ARCH.LLAMA, "qwen2_moe": constants.MODEL_ARCH.QWEN2MOE,
     "qwen3_moe": constants.MODEL_ARCH.QWEN3MOE, "olmoe": constants.MODEL_ARCH.OLMOE,
-    "gpt_oss": constants.MODEL_ARCH.GPT_OSS,
+    "gpt_oss": constants.MODEL_ARCH.GPT_OSS, "smollm3": constants.MODEL_ARCH.SMOLLM3,
+    "granite": constants.MODEL_ARCH.GRANITE, "olmo2": constants.MODEL_ARCH.OLMO2, "gemma": constants.MODEL_ARCH.GEMMA,
 }  # fmt: skip
 
-_TURNED = ("llama", "mistral", "mixtral")
+_TURNED = ("llama", "mistral", "mixtral", "smollm3", "granite")
 
 
 def write_gguf(
@@ -127,6 +128,11 @@ def _describe(writer: GGUFWriter, config: Any) -> None:
         writer.add_rope_scaling_attn_factors((1 + np.log(scale) / np.log(original)) ** 0.5)
     if rope["rope_type"] == "yarn":
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    if config.model_type == "granite":
+        writer.add_attention_scale(config.attention_multiplier)
+        writer.add_embedding_scale(config.embedding_multiplier)
+        writer.add_residual_scale(config.residual_multiplier)
+        writer.add_logit_scale(config.logits_scaling)
     if config.model_type == "gpt_oss":
         writer.add_expert_feed_forward_length(config.intermediate_size)
     if config.model_type in ("gemma2", "gemma3_text", "phi3", "gpt_oss"):
