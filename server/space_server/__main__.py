@@ -124,6 +124,9 @@ but behind a router, which needs a core too, two threads gave .92 (one stream), 
 tokens per second of one. The text does not depend on it.
 """
 
+AHEAD_SECONDS = 1.0
+"""Seconds of the start for graphs that the first requests need; the others are captured while there is no request."""
+
 _log = logging.getLogger("space_server")
 
 
@@ -385,6 +388,9 @@ def build_worker(
         num_host_blocks=host_blocks,
         encodings=encodings,
     )
+    worker.plan_ahead()
+    if worker.may_prepare:
+        worker.prepare(AHEAD_SECONDS)
     _log.info(
         "model=%s dtype=%s (%s) device=%s ranks=%d attention=%s window=%d masks=%d draft_head=%s head=%s "
         "head_drafts=%d adapters=%s loras=%s "

@@ -195,18 +195,23 @@ class RouterSession:
             self._send(RouterSessionFailed(f"{type(error).__name__}: {error}"))
 
     def _turn(self) -> bool:
-        """Wait for work and do it; False when the session is over."""
+        """Wait for work and do it; False when the session is over. Without work, capture at most one graph: what comes
+        meanwhile waits no longer than that."""
         worker = self._worker
-        may_step = False
+        may_step = may_prepare = False
         with self._news:
             while not (self._stopping or self._inbox or (may_step := self._may_step())):
                 if worker.drained:
                     raise Drained
+                if may_prepare := worker.may_prepare:
+                    break
                 self._news.wait()
             if self._stopping:
                 return False
             commands = list(self._inbox)
             self._inbox.clear()
+        if may_prepare:
+            worker.prepare()
         for command in commands:
             self._apply(command)
         if self._may_step() if commands else may_step:

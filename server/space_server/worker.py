@@ -429,6 +429,53 @@ class Worker:
                 self._leaving.remove(seq_id)
                 self.batch.acknowledge(seq_id)
 
+    # ------------------------------------------------------------------------------------------ graphs ahead
+
+    def plan_ahead(self) -> None:
+        """List the CUDA graphs that usual requests need, for `prepare`; none where steps are not captured."""
+        if self.engine.device is not None:
+            self.engine.device.plan_ahead(self._usual_sequence())
+
+    def _usual_sequence(self) -> RunningSequence:
+        """Return a sequence as requests without settings of their own have it."""
+        facts = self.facts
+        message = pb.Admit(
+            seq_id=1,
+            ids=[min({*range(len(facts.mask_ids) + 1)} - {*facts.mask_ids})],
+            num_prompt=1,
+            pages=[0],
+            limits=pb.Limits(max_tokens=facts.window),
+            max_draft_length=self.max_draft_length,
+        )
+        usual = admit(
+            message,
+            facts,
+            num_blocks=self.num_blocks,
+            block_size=self.block_size,
+            max_drafts=self.max_draft_length,
+            sources=self._sources,
+        )
+        usual.acceptance = Acceptance(shapes_by_adapter(facts)[usual.adapter])
+        usual.head_acceptance = Acceptance(head_shapes_by_adapter(facts)[usual.adapter])
+        return usual
+
+    @property
+    def may_prepare(self) -> bool:
+        """Whether there is nothing else to do than to capture graphs that requests will need."""
+        device = self.engine.device
+        if device is None or not (device.may_prepare and device.works):
+            return False
+        return not (len(self.batch) or self.draining or self.has_work)
+
+    def prepare(self, seconds: float = 0.0) -> None:
+        """Capture such graphs for so many seconds, but at least one, or compile it. Requires `may_prepare`."""
+        begun = self._clock()
+        while True:
+            assert self.engine.device is not None
+            self.engine.device.prepare()
+            if self._clock() - begun >= seconds or not self.may_prepare:
+                return
+
     # ------------------------------------------------------------------------------------------ steps
 
     @property

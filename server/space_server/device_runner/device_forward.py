@@ -74,12 +74,18 @@ def round_up_count(count: int, batch_size: int) -> int:
     return min(size, batch_size)
 
 
-def round_up_pages(count: int, most: int) -> int:
-    """Round page-table entries up to 16 times a power of 4, at most `most`. Attention skips unused entries."""
-    size = _LEAST_PAGES
-    while size < count:
+def page_sizes(most: int) -> list[int]:
+    """Return the numbers of page-table entries that steps have, ascending: 16 times a power of 4, and `most`."""
+    sizes, size = list[int](), _LEAST_PAGES
+    while size < most:
+        sizes.append(size)
         size *= 4
-    return min(size, most)
+    return [*sizes, most]
+
+
+def round_up_pages(count: int, most: int) -> int:
+    """Round page-table entries up to one of `page_sizes`. Attention skips unused entries."""
+    return next((size for size in page_sizes(most) if size >= count), most)
 
 
 def report(raw: Tensor, ids: Tensor, num_top: int) -> Tensor:
@@ -381,6 +387,14 @@ class StepGraphs(Generic[GraphKey]):
 
     def __len__(self) -> int:
         return len(self._graphs)
+
+    def __contains__(self, kind: GraphKey) -> bool:
+        return kind in self._graphs
+
+    @property
+    def lacks_memory(self) -> bool:
+        """Whether some graph did not fit in memory."""
+        return bool(self._eager)
 
     def can_capture(self, kind: GraphKey) -> bool:
         """Whether a graph of this kind exists, or may be captured as far as is known."""

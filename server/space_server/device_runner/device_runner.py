@@ -21,6 +21,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ from space_model.networks.network import PagedKV
 from torch import Tensor
 
 from space_server.batch import RunningSequence, SequenceEnd
-from space_server.device_runner.device_batch import DeviceBatch, DeviceScheduler
+from space_server.device_runner.device_batch import DeviceBatch, DeviceScheduler, layout_ahead
 from space_server.device_runner.device_forward import (
     MOST_TOP,
     DeviceForward,
@@ -50,13 +51,14 @@ from space_server.device_runner.device_forward import (
     round_up_pages,
     round_up_top,
 )
+from space_server.device_runner.graphs_ahead import GraphsAhead, kinds_ahead, sizes_ahead
 from space_server.device_runner.prompt_graphs import PromptForward, PromptKind
 from space_server.drafts import BY_HEAD, chances_of
 from space_server.host_runner import no_choice
-from space_server.machine.memory import give_back_unused
+from space_server.machine.memory import free_bytes, give_back_unused
 from space_server.model_runner import ModelRunner, Proposing, SequenceOutput, StepModel, StepOutput, StepTimes
 from space_server.scheduled_batch import PrefillBudget, ScheduledSequence
-from space_server.speculation.controller import Controller, SpeculationController
+from space_server.speculation.controller import Controller, SpeculationController, StepLoad
 from space_server.speculation.synthetic_acceptance import SyntheticAcceptance
 from space_server.step_cost import StepCost, StepShape
 
@@ -104,6 +106,8 @@ _ENDS = {
     EndCode.LENGTH: SequenceEnd.LENGTH,
     EndCode.ERROR: None,
 }
+
+_USUAL_CONTEXT = 256  # computed ids of a usual sequence
 
 AHEAD = 2  # most steps in flight: one that runs, and one queued behind it
 MOST_FAILURES = 3  # consecutive launch failures after which all sequences are stepped on the host for good
@@ -157,7 +161,9 @@ class DeviceRunner(ModelRunner):
         )
         self._cost = cost or StepCost.typical(facts.device.type)
         captures = on_gpu and not eager
-        self.controller = controller or SpeculationController(self._cost, has_few_layouts=captures, shares_layout=True)
+        self._fixed = controller
+        self._new_controller = partial(SpeculationController, self._cost, has_few_layouts=captures, shares_layout=True)
+        self.controller = controller or self._new_controller()
         self.scheduler = DeviceScheduler(self.batch, self.controller)
         self._num_failures = 0  # consecutive failed launches
         self._proposing = Proposing(facts)
@@ -177,6 +183,7 @@ class DeviceRunner(ModelRunner):
         self._max_pages = state.page_table.shape[1]
         self._graphs: StepGraphs[StepKind | PromptKind] | None = None
         self._prompts: PromptForward | None = None
+        self._ahead: GraphsAhead | None = None
         if captures:
             prompts = self._prompts = PromptForward(model, kv, max_pages=self._max_pages)
 
@@ -433,6 +440,37 @@ class DeviceRunner(ModelRunner):
             self._prompts.clear()
             for prompts in self._prompts.largest * 3:
                 self._graphs(prompts)
+
+    def plan_ahead(self, usual: RunningSequence) -> None:
+        """List the graphs that steps of such sequences need, for `prepare`. Nothing is captured here."""
+        graphs, prompts = self._graphs, self._prompts
+        if graphs is None or prompts is None:
+            return
+        most = len(self.batch.by_index)
+        sizes = sizes_ahead(dict.fromkeys(bucket(count, most) for count in range(1, most + 1)), self._max_pages)
+        kinds = kinds_ahead(sizes, partial(self._layouts_of, usual), prompts, usual.adapter)
+        self._ahead = GraphsAhead(graphs, prompts, kinds, partial(free_bytes, self._facts.device))
+
+    def _layouts_of(self, usual: RunningSequence, count: int) -> list[DraftLayout]:
+        """Return the layouts that steps of so many usual sequences are likely to have, the likeliest first."""
+        sequences, load = [usual] * count, StepLoad(num_context=count * _USUAL_CONTEXT)
+        chosen = [
+            layout_ahead(sequences, self._fixed or self._new_controller(), load, after_masks=after_masks)
+            for after_masks in (True, False)
+        ]
+        return [*dict.fromkeys([*chosen, DraftLayout.plain()])]
+
+    @property
+    def may_prepare(self) -> bool:
+        """Whether `prepare` has more to capture."""
+        return self._ahead is not None and not self._ahead.is_done
+
+    def prepare(self) -> None:
+        """Capture one of the graphs that `plan_ahead` listed, or compile it. Requires that no sequence is left but such
+        as have ended, and that no step is in flight."""
+        assert self._ahead is not None
+        self.scheduler.admit(())  # what is left of sequences that ended computes nothing from now on
+        self._ahead.step()
 
     def did_other_work(self) -> float | None:
         """Return the seconds from the end of the last step in flight until now, for other work queued behind it.

@@ -8,16 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from few_kernels import few_kernels
 from simulated_cuda import SimulatedCuda
 from space_common.worker.client import WorkerClient
-from space_kernels.attention.attention import QKV, KVPages
-from space_kernels.dispatch import Ops, ops_for
-from space_kernels.layers import layers
-from space_kernels.layers.layers import HeadCounts, HeadNorm
 from space_model.geometry.draft_layout import DraftLayout
 from space_model.geometry.forward_batch import ForwardBatch, Segment
 from space_model.loading.load import load_model
-from space_model.model_facts import ModelFacts
 from space_model.networks.network import PagedKV
 from space_model.space_model import SpaceModel
 from space_server.device_runner import prompt_graphs
@@ -47,34 +43,6 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def device() -> Iterator[SimulatedCuda]:
     with SimulatedCuda() as found:
         yield found
-
-
-def rotated(
-    fused: Tensor,
-    angles: tuple[Tensor, Tensor],
-    pages: KVPages,
-    slots: Tensor,
-    heads: HeadCounts,
-    norm: HeadNorm | None = None,
-) -> QKV:
-    """As `layers.rotary_store` without the store, which attention does here."""
-    rows = fused.view(len(fused), heads.query + 2 * heads.kv, -1)
-    turned = rows[:, : heads.query + heads.kv]
-    (first, second), (cos, sin) = turned.chunk(2, dim=-1), (of_row[:, None] for of_row in angles)
-    turned.copy_(torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1))
-    return QKV(*torch.split(rows, [heads.query, heads.kv, heads.kv], dim=1))
-
-
-def few_kernels(facts: ModelFacts) -> Ops:
-    """Triton's attention and products; torch's own operations between them, which take the interpreter's time."""
-    return replace(
-        ops_for("cuda", exact=True),
-        attend=None,
-        rotary_store=rotated,
-        rms_norm=layers.rms_norm,
-        add_rms_norm=layers.add_rms_norm,
-        swiglu=layers.swiglu,
-    )
 
 
 def loaded(path: Path) -> SpaceModel:

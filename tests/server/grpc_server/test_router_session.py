@@ -250,3 +250,50 @@ def test_a_json_line_has_the_message_the_error_and_the_span(kept: Kept) -> None:
     assert (line["level"], line["logger"], line["message"]) == ("WARNING", "space", "3 of ü\n")
     assert line["span_id"] == f"{span.get_span_context().span_id:016x}"
     assert "span_id" not in json.loads(JsonLines().format(record))
+
+
+class PreparingWorker(Worker):
+    """Prepares three times what no request waits for; each time goes on when it is let."""
+
+    def __init__(self) -> None:
+        super().__init__(ScriptedModel(num_masks=0), num_blocks=64, block_size=4)
+        self.happened: list[str] = []
+        self.begun, self.go_on = threading.Semaphore(0), threading.Semaphore(0)
+
+    @property
+    def may_prepare(self) -> bool:
+        return self.happened.count("prepared") < 3 and not (len(self.batch) or self.has_work)
+
+    def prepare(self, seconds: float = 0.0) -> None:
+        self.begun.release()
+        self.go_on.acquire(timeout=30)
+        self.happened.append("prepared")
+
+    def step(self, report: pb.StepReport | None = None) -> pb.StepReport | None:
+        self.happened.append("stepped")
+        return super().step(report)
+
+
+async def test_a_request_and_the_end_of_a_session_wait_for_one_preparation_at_most() -> None:
+    worker = PreparingWorker()
+    session = RouterSession(worker)
+    session.start()
+    await asyncio.to_thread(worker.begun.acquire, timeout=30)
+    limits = pb.Limits(max_tokens=1)
+    session.receive(
+        [
+            pb.Command(start=pb.Start(protocol_major=1, max_prefill_rows=64)),
+            pb.Command(admit=pb.Admit(seq_id=1, ids=[5, 6], num_prompt=2, pages=[1], limits=limits)),
+        ]
+    )
+    worker.go_on.release()
+    message = await session.message(30)
+    assert message is not None
+    assert [one.seq_id for one in message.report.sequences] == [1]
+    await asyncio.to_thread(worker.begun.acquire, timeout=30)
+    assert worker.happened == ["prepared", "stepped"]
+    stopping = asyncio.create_task(session.stop())
+    await asyncio.sleep(0)
+    worker.go_on.release()
+    await stopping
+    assert worker.happened == ["prepared", "stepped", "prepared"]
