@@ -137,9 +137,11 @@ class Engine:
 
     async def __aexit__(self, *_: object) -> None:
         self._draining = True
+        stopped = RequestFailed("The server has stopped before this request was done.")
+        not_begun = Draining("The server has stopped before this request's turn came. Nothing of it was computed.")
         for live in list(self._open.values()):
-            self._terminate(live, RequestFailed("The server has stopped before this request was done."))
-        self.encodings.end_all(RequestFailed("The server has stopped before this request was done."))
+            self._terminate(live, not_begun if live.statistics.queue_seconds is None else stopped)
+        self.encodings.end_all(stopped, not_begun=not_begun)
         await self.worker_pool.__aexit__()
         self.loras.close()
 

@@ -12,7 +12,7 @@ from doubles.router.encoder import VECTORS
 from doubles.router.script import made_up_vector
 from doubles.router.tabletop import House, in_house, request_of
 from space_proto import worker_pb2
-from space_router.engine.errors import ProtocolViolation, QueueFull, QueueTimeout, RequestFailed, WorkerFailed
+from space_router.engine.errors import Draining, ProtocolViolation, QueueFull, QueueTimeout, RequestFailed, WorkerFailed
 from space_router.engine.queueing.encoding_queue import (
     CHUNKS_AHEAD,
     MAX_CRASHES,
@@ -265,3 +265,8 @@ async def test_an_encoding_ends_with_its_longest_wait_unless_a_part_of_it_has_be
     with pytest.raises(QueueTimeout, match="waited 2 s"):
         await late.done
     waiting.check()
+    waiting.push(last := encoding_of(4))
+    waiting.end_all(RequestFailed("it has begun"), not_begun=Draining("it has not"))
+    for encoding, error in ((begun, RequestFailed), (last, Draining)):
+        with pytest.raises(error):
+            await encoding.done

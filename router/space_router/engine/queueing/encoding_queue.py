@@ -181,10 +181,10 @@ class EncodingQueue:
         if not encoding.has_begun:
             self.end(encoding, QueueTimeout(self._max_seconds, retry_after=self.retry_after))
 
-    def end_all(self, error: EngineError) -> None:
-        """End every encoding with an error."""
+    def end_all(self, error: EngineError, *, not_begun: EngineError | None = None) -> None:
+        """End every encoding with an error; `not_begun`: of those that no worker has a part of, None: the same."""
         for encoding in list(self._open):
-            self.end(encoding, error)
+            self.end(encoding, error if not_begun is None or encoding.has_begun else not_begun)
 
     def _forget(self, encoding: Encoding) -> None:
         self._open.discard(encoding)

@@ -119,7 +119,7 @@ class RequestQueue:
 
     A request that was admitted before (preempted, or its worker was lost) keeps its age and goes to the front of its
     level. Parked requests count as waiting but are not in the order. Every operation is O(log n), but that a
-    refusal counts the keys.
+    refusal counts the keys, and a bound on seconds their priorities for every new request.
     """
 
     def __init__(
