@@ -402,14 +402,15 @@ class Engine:
 
     def worker_up(self, connection: WorkerConnection) -> None:
         """Use a worker that has connected; its cache is empty."""
-        # Requests are accepted if they fit the largest worker; among equal ones the newest describes the model.
+        # Requests are accepted if they fit the worker that takes the longest; among equal ones the newest describes the
+        # model.
         present = self._schedulers()
         if self._adopts_loras and connection.scheduler is not None:
             self.loras.adopt(connection.scheduler.facts.loras)
             for name in self.loras.named:
                 self._engine_metrics.lora_loaded(name)
         if present:
-            self.facts = max(present, key=lambda one: (one.facts.num_slots, one is connection.scheduler)).facts
+            self.facts = max(present, key=lambda one: (one.facts.longest, one is connection.scheduler)).facts
         if connection.was_lost:
             self._metrics.worker_restarts_total.inc()
         self._metrics.worker_up.set(len(self._schedulers()))

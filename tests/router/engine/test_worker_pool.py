@@ -124,6 +124,20 @@ async def test_a_worker_of_another_model_is_left_out_until_it_is_set_right(
             assert not stranger.is_given_up
 
 
+@pytest.mark.parametrize("windows", [(64, 160), (160, 64)])
+async def test_the_worker_that_takes_the_longest_sets_the_limits_whichever_comes_last(windows: tuple[int, int]) -> None:
+    request = request_of(5, 100)
+    async with AsyncExitStack() as stack:
+        workers = [await stack.enter_async_context(ScriptedWorker(replace(SCRIPT, window=w))) for w in windows]
+        engine = await stack.enter_async_context(Engine(ServeConfig(), Metrics(), sources=()))
+        for number in (1, 2):
+            engine.worker_pool.follow([worker.address for worker in workers[:number]], finish_seconds=0.0)
+            await until(lambda number=number: up(engine) == number)  # type: ignore[misc]
+        assert engine.facts is not None
+        assert engine.facts.window == 160
+        assert await text_of(engine, request) == answer(request, SCRIPT)
+
+
 async def test_an_engine_with_workers_of_its_own_follows_nobody() -> None:
     config = ServeConfig(worker_address=("localhost:1",))
     async with Engine(config, Metrics()) as engine:

@@ -91,6 +91,11 @@ class WorkerModelFacts:
         return self.block_size * self.num_blocks
 
     @property
+    def longest(self) -> tuple[int, int]:
+        """Ids of the longest sequence, prompt and output; and slots, which decide among workers of one window."""
+        return min(self.window, self.num_slots), self.num_slots
+
+    @property
     def shares_prefixes(self) -> bool:
         """Return whether prefixes can be shared: pages say all of them, or states of recurrent layers are kept."""
         return not self.is_recurrent or self.num_state_slots > 0
