@@ -142,16 +142,18 @@ def test_the_smallest_bucket_that_holds_a_step_is_taken_and_other_steps_run_as_e
 
 @pytest.mark.usefixtures("no_device_step_fails_unseen")
 def test_prompts_beside_a_decoding_sequence_are_replayed_and_cost_what_replays_take(path: Path) -> None:
-    """The texts are those of the CPU's kernels. The first prompts compile, are watched for waits, and are captured."""
+    """The texts are those of the CPU's kernels. Of the prompts alone the first compiles, and the second is captured."""
 
     def run(model: SpaceModel) -> tuple[list[list[int]], int, int]:
         cost = Recorder()
         worker = Worker(
             model, num_blocks=32, controller=FixedLayout.full(0), cost=cost, max_sequences=2, device_steps=True
         )
+        if worker.engine.device is not None and worker.engine.device._graphs is not None:
+            worker.engine.device._graphs._captures[PromptKind] = True  # as if a step had been watched
         client = WorkerClient(worker)
         client.admit(IDS[:4], max_tokens=4, num_pages=2)
-        for number in range(5):
+        for number in range(4):
             client.admit(IDS[number : number + 3], max_tokens=1, num_pages=2)
             client.run(lambda: all(one.tokens for one in client.sequences.values()))
         client.run()
@@ -159,7 +161,7 @@ def test_prompts_beside_a_decoding_sequence_are_replayed_and_cost_what_replays_t
         return [one.tokens for one in client.sequences.values()], num_prefills, worker.num_replays
 
     expected, num_prefills, _ = run(load_model(path, device="cpu", dtype="float32"))
-    assert num_prefills == 5
+    assert num_prefills == 4
     with SimulatedCuda():
         found, num_prefills, num_replays = run(loaded(path))
     assert found == expected
