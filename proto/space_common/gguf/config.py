@@ -63,7 +63,7 @@ _SCALES = {
     "residual_scale": "residual_multiplier",
     "logit_scale": "logits_scaling",
 }
-"""Keys of Granite, whose model has factors, and their fields of config.json."""
+"""Key of a factor that Granite alone has -> its field of config.json."""
 
 _EXPERTS = frozenset(
     {
@@ -124,6 +124,7 @@ def config_of(file: GgufFile) -> dict[str, Any]:
     _check_same(facts, "attention.value_length", head_dim)
     _check_same(facts, "attention.key_length_swa", head_dim)
     _check_same(facts, "attention.value_length_swa", head_dim)
+    _refuse_attention_scale(facts, head_dim)
     rotary = facts.count("rope.dimension_count", head_dim)
     _check_same(facts, "rope.dimension_count_swa", rotary)
     if rotary != head_dim and facts.architecture != "phi3":
@@ -411,18 +412,23 @@ def _gemma(facts: Facts, rope: dict[str, Any], wide: int, head_dim: int) -> dict
 
 def _more(facts: Facts, head_dim: int) -> dict[str, Any]:
     """Return the fields of config.json that only this family has, of one without sliding windows."""
-    scale = facts.number("attention.scale", 0.0) or head_dim**-0.5  # llama.cpp takes 0 for this default, too
     if facts.architecture == "granite":
-        factors = {field: facts.number(key, 1.0) for key, field in _SCALES.items()}
-        return {"attention_multiplier": scale, **factors}
-    if not math.isclose(scale, head_dim**-0.5, rel_tol=1e-6):
+        scale = facts.number("attention.scale", 0.0) or head_dim**-0.5  # llama.cpp takes 0 for this default, too
+        return {"attention_multiplier": scale} | {field: facts.number(key, 1.0) for key, field in _SCALES.items()}
+    if facts.architecture == "smollm3":
+        return {"no_rope_layer_interval": 4, "use_sliding_window": False}
+    return {"hidden_act": "gelu_pytorch_tanh"} if facts.architecture == "gemma" else {}
+
+
+def _refuse_attention_scale(facts: Facts, head_dim: int) -> None:
+    """Raises GgufError where a file scales its attention and the family's config.json has no field for it."""
+    scale = facts.number("attention.scale", 0.0) or head_dim**-0.5
+    takes_scale = facts.architecture == "granite" or facts.architecture in _GEMMA_27B_LAYERS
+    if not takes_scale and not math.isclose(scale, head_dim**-0.5, rel_tol=1e-6):
         raise GgufError(
             f"{facts.file.path} scales its attention by {scale}, which models of {facts.architecture} do not do here. "
             f"{RECONVERT}"
         )
-    if facts.architecture == "smollm3":
-        return {"no_rope_layer_interval": 4, "use_sliding_window": False}
-    return {"hidden_act": "gelu_pytorch_tanh"} if facts.architecture == "gemma" else {}
 
 
 def _gpt_oss(facts: Facts, rope: dict[str, Any]) -> dict[str, Any]:

@@ -142,6 +142,12 @@ def test_another_architecture_is_refused_with_those_that_are_served(write: Write
     assert f"architecture 'mamba'; GGUF files of {served} are served" in said
 
 
+@pytest.mark.parametrize("architecture", ["llama", "phi3", "gpt-oss", "gemma"])
+def test_a_scale_of_attention_is_refused_where_config_json_has_no_field_for_it(architecture: str, write: Write) -> None:
+    said = refusal(write(architecture=architecture, values={f"{architecture}.attention.scale": 0.5}))
+    assert f"scales its attention by 0.5, which models of {architecture} do not do here" in said
+
+
 def test_another_type_of_numbers_is_refused_with_those_that_are_read(write: Write) -> None:
     said = refusal(write(kind="IQ4_NL"))
     assert "type IQ4_NL (token_embd.weight is one), which are not read; BF16, F16" in said

@@ -32,7 +32,7 @@ PLAIN, MASKS = DraftLayout.plain(), DraftLayout.full(2, 2)
 
 
 class FakePrompts:
-    """Prompts whose kinds can be told, and that are counted as cleared."""
+    """Stands for PromptForward: names kinds, and counts calls of `clear`."""
 
     num_cleared = 0
 

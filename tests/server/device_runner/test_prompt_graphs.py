@@ -102,7 +102,7 @@ def test_replayed_prompts_have_the_bits_of_the_model_s_own_pass_and_write_the_sa
 
 @pytest.mark.usefixtures("device")
 def test_without_prompts_a_kind_writes_nothing(path: Path) -> None:
-    """Neither those sent last, whose pages may be another's by now."""
+    """Pages of the prompts sent last may belong to another sequence by now: nothing is written to them."""
     model = loaded(path)
     kv = model.allocate_kv(4, 16)
     prompts = PromptForward(model, kv, max_pages=8)
