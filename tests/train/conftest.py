@@ -1,4 +1,4 @@
-"""The base that tests of the command train, and one thread for its tiny network."""
+"""The base that tests of the command train, one thread for its tiny network, and short measurements and plots."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,3 +26,18 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def space(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Three masks with ids, no head."""
     return tiny_checkpoint(tmp_path_factory.mktemp("space"), num_masks=3, draft_head=False)
+
+
+@pytest.fixture(autouse=True)
+def short_reports(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A plot takes longer than a tiny run, as do 0.3 s in which products are timed; tests with `plots` draw them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("space_train.self_generation.own_cost.PROBE_SECONDS", 0.01)
+        if "plots" not in request.fixturenames:
+            patch.setattr("space_train.reports.plot", lambda file, *_: file.write_bytes(b"") == 0)
+        yield
+
+
+@pytest.fixture
+def plots() -> None:
+    """Asked for by tests of whole reports: see `short_reports`."""

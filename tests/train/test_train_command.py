@@ -51,6 +51,7 @@ def assert_refused(capsys: pytest.CaptureFixture[str], code: int, message: str) 
     assert re.search(message, said[0]), said[0]
 
 
+@pytest.mark.usefixtures("plots")
 @pytest.mark.parametrize("method", ["gated-lora", "full", "sft"])
 def test_a_run_ends_with_a_folder_that_is_served_and_a_report(
     method: str, base: Path, chats: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -120,6 +121,7 @@ def test_the_same_command_goes_on_and_restart_forgets_only_the_run(base: Path, c
     assert (tmp_path / "notes.txt").read_text() == "mine"
 
 
+@pytest.mark.usefixtures("plots")
 def test_without_held_out_records_there_are_no_figures_but_a_report(base: Path, chats: Path, tmp_path: Path) -> None:
     assert train(base, chats, tmp_path, "--held-out-share 0") == 0
     record = json.loads((tmp_path / "run.json").read_text())

@@ -176,7 +176,7 @@ def measured_rate(shape: ModelShape, device: str, *, is_half: bool) -> float:
     try:
         if device == "cpu":
             torch.set_num_threads(1)
-        while time.perf_counter() - begun < PROBE_SECONDS:
+        while best == math.inf or time.perf_counter() - begun < PROBE_SECONDS:
             started = time.perf_counter()
             (rows @ weight)[0, 0].item()  # waits for a GPU
             best = min(best, time.perf_counter() - started)

@@ -263,6 +263,7 @@ def test_bf16_products_are_near_those_in_float32(base: Path, tmp_path: Path) -> 
     assert losses[0] == pytest.approx(losses[1], rel=0.02)
 
 
+@pytest.mark.usefixtures("plots")
 def test_a_report_is_written_for_people_and_programs(base: Path, tmp_path: Path) -> None:
     plan = tiny_plan(evaluations=2)
     result = run(base, plan, tmp_path, progress=True)
