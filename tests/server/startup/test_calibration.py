@@ -55,6 +55,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> SpaceModel:
     return load_model(str(tiny_checkpoint(tmp_path_factory.mktemp("tiny"), num_masks=3)), dtype="float32", device="cpu")
 
 
+@pytest.fixture
+def quick(model: SpaceModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model computes nothing, for tests in which the clock is not that of its computation."""
+    states = torch.randn(4096, model.facts.hidden_size, generator=torch.Generator().manual_seed(0))
+    monkeypatch.setattr(type(model), "forward", lambda _, batch, kv: states[: len(batch.ids)])
+
+
 def test_shapes_are_measured_from_one_sequence_to_the_most(model: SpaceModel) -> None:
     points = calibrate(model, model.allocate_kv(256, 16), max_sequences=8, seconds=200.0).points
     assert {shape.num_sequences for shape, _ in points} >= {1, 2, 4, 8}
@@ -124,6 +131,7 @@ def test_steps_of_the_device_are_measured_where_they_are_served(
     assert any(shape.num_prefill_rows for shape in shapes)  # read by the host
 
 
+@pytest.mark.usefixtures("quick")
 def test_what_a_kind_of_step_takes_at_first_is_not_measured(model: SpaceModel, monkeypatch: pytest.MonkeyPatch) -> None:
     now, take = 0.0, DeviceForward.take
     taken: dict[int, Counter[StepKind]] = {}
@@ -149,6 +157,7 @@ def test_what_a_kind_of_step_takes_at_first_is_not_measured(model: SpaceModel, m
     assert min(sum(seen.values()) for seen in taken.values()) >= 2 + calibration.NUM_STEPS
 
 
+@pytest.mark.usefixtures("quick")
 def test_what_captured_steps_take_at_first_leaves_the_time_for_measuring(
     model: SpaceModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -229,6 +238,7 @@ class FirstPromptIsSlow:
         return self.now
 
 
+@pytest.mark.usefixtures("quick")
 def test_what_a_prompt_takes_at_first_is_not_measured(model: SpaceModel, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = FirstPromptIsSlow(model, monkeypatch)
     points = calibrate(model, model.allocate_kv(256, 16), max_sequences=2, seconds=500.0, clock=clock).points
@@ -261,6 +271,7 @@ class Machine:
         return self.now
 
 
+@pytest.mark.usefixtures("quick")
 def test_the_passes_of_a_steady_machine_agree(model: SpaceModel, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Machine(model, monkeypatch, lambda now: 0.004)
     found = calibrate(model, model.allocate_kv(256, 16), max_sequences=8, clock=clock)
@@ -270,6 +281,7 @@ def test_the_passes_of_a_steady_machine_agree(model: SpaceModel, monkeypatch: py
     assert found.why_unsure is None
 
 
+@pytest.mark.usefixtures("quick")
 def test_the_passes_are_as_far_apart_as_the_seconds_allow(model: SpaceModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """Other work that ends, or begins, half-way is seen."""
     for slow in ((0.0, 1.4), (1.6, 9.0)):
@@ -281,6 +293,7 @@ def test_the_passes_are_as_far_apart_as_the_seconds_allow(model: SpaceModel, mon
         assert "3 passes differ by 400 %" in str(found.why_unsure)
 
 
+@pytest.mark.usefixtures("quick")
 def test_three_passes_take_no_longer_than_the_seconds_there_are(
     model: SpaceModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -308,6 +321,7 @@ def test_few_steps_are_not_relied_on() -> None:
     assert Calibration([*points, (StepShape.plain(9), 0.1)], passes, 3.0).why_unsure is None
 
 
+@pytest.mark.usefixtures("quick")
 def test_a_hiccup_of_all_steps_of_one_case_parts_no_passes(model: SpaceModel, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Machine(model, monkeypatch, lambda now: 0.02 if 0.2 <= now < 0.3 else 0.004)
     found = calibrate(model, model.allocate_kv(256, 16), max_sequences=8, clock=clock)
