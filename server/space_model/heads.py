@@ -237,6 +237,7 @@ def with_compiled(head: DraftHeadWeights | None, embedding: RowTable, output: Ou
 
 
 UNMEASURED = 64  # the result on devices that are not measured
+SMALL = 1 << 20  # bytes of a head that stays in a core's cache: one product costs less than two
 BASE = 2  # number of rows that takes the time of reading the weights
 TRIED = (4, 5, 6, 8, 10, 12, 16, 20, 24, 32)  # numbers of rows to try
 
@@ -244,33 +245,31 @@ WHOLE_ROUNDS, STEADY_ROUNDS, STEADY = 2, 8, 0.01
 """Rounds that time all counts; then rounds that time only the counts at the limit, until so many in a row lower no
 minimum by more than this share."""
 
-CACHED, SHORT = 64 << 20, 2e-4
-"""Bytes read before each timed call, so that the weights come from memory, as in a step behind the layers' weights; and
-seconds up to which two rows' logits are of a head so small that it may stay in a cache."""
-
+CACHED = 64 << 20  # bytes read before each timed call, so that weights come from memory, as behind the layers' in a step
 SECONDS, MOST_SECONDS = 0.3, 1.0  # time limits for starting a round: normally, and while minima still fall
 
 
-def head_rows(logits: Callable[[Tensor], Tensor], base: BaseSpec, clock: Callable[[], float] | None = None) -> int:
+def head_rows(
+    logits: Callable[[Tensor], Tensor], base: BaseSpec, num_bytes: int, clock: Callable[[], float] | None = None
+) -> int:
     """Return the most rows [R, hidden_size] whose `logits` take at most twice as long as two rows; 0 if none do.
-    `clock` in seconds; None: the CPU time of all threads, which other load hardly affects."""
+    `num_bytes` of the head's weights; `clock` in seconds; None: the CPU time of all threads, which other load hardly
+    affects."""
     if torch.device(base.device).type != "cpu":
         return UNMEASURED
+    if num_bytes <= SMALL:
+        return max(TRIED)
     if clock is None:
         clock = time.process_time
     others = torch.zeros(CACHED // 4)
     rows = torch.zeros(max(TRIED), base.hidden_size, dtype=base.dtype, device=base.device)
     logits(rows[:BASE])  # warm-up
-    started = clock()
-    logits(rows[:BASE])
-    is_large = clock() - started > SHORT
     least: dict[int, float] = {}
     begun, num_rounds, last_fall = clock(), 0, 0
     tried: Sequence[int] = TRIED
     while num_rounds < WHOLE_ROUNDS + STEADY_ROUNDS or num_rounds - last_fall < STEADY_ROUNDS:
         for count in (number for one in tried for number in (BASE, one)):
-            if is_large:
-                others.sum()
+            others.sum()
             started = clock()
             logits(rows[:count])
             taken = clock() - started

@@ -68,8 +68,7 @@ def try_drafts(model_type: str, folder: Path) -> tuple[SpaceModel, DraftTrial]:
     except Exception:  # of a family that is not served either, transformers may raise anything
         load_model(folder, dtype="float32")
         raise
-    with mock.patch("space_model.loading.load.head_rows", return_value=8):  # what it measures changes no number
-        model = load_model(folder, dtype="float32", adapters={NAME: adapter})
+    model = load_model(folder, dtype="float32", adapters={NAME: adapter})
     sources = [name for name, has_it in (("masks", _drafts_by_masks(model)), ("EAGLE-3", _has_taps(model))) if has_it]
     sources += ["MTP"] * (model_type in FORMS)
     if update is None:

@@ -247,7 +247,9 @@ def _assemble(
         release(output)
     recurrent = drafting.recurrent_heads(head, linear=ops.linear, form="int8" if facts.quantizes_head else "plain")
     if facts.most_masks:
-        facts = replace(facts, head_rows=head_rows(head.logits, BaseSpec(facts.hidden_size, facts.dtype, facts.device)))
+        spec = BaseSpec(facts.hidden_size, facts.dtype, facts.device)
+        num_bytes = facts.vocab_size * facts.hidden_size * facts.dtype.itemsize
+        facts = replace(facts, head_rows=head_rows(head.logits, spec, num_bytes))
     gated = [adapter.gated for adapter in drafting.adapters]
     layers = f"{model.base_model_prefix}.{family.decoder_layers(base)[0]}"
     for adapter in drafting.adapters:

@@ -4,10 +4,11 @@ import random
 
 import pytest
 import torch
-from space_model.heads import MOST_SECONDS, TRIED, UNMEASURED, BaseSpec, head_rows
+from space_model.heads import MOST_SECONDS, SMALL, TRIED, UNMEASURED, BaseSpec, head_rows
 from torch import Tensor
 
 SPEC = BaseSpec(4, torch.float32)
+LARGE = SMALL + 1  # bytes of a head that is measured
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +39,7 @@ class FakeHead:
         return rows
 
     def found(self) -> int:
-        return head_rows(self.logits, SPEC, self)
+        return head_rows(self.logits, SPEC, LARGE, self)
 
 
 @pytest.mark.parametrize(("per_row", "expected"), [(3.0, 4), (0.1, 12), (0.055, 20), (0.01, 32)])
@@ -62,7 +63,7 @@ def test_a_head_that_takes_few_rows_alone_takes_none_at_once() -> None:
     def logits(rows: Tensor) -> Tensor:
         return steep.logits(rows if len(rows) < 4 else rows.repeat(3, 1))
 
-    assert head_rows(logits, SPEC, steep) == 0
+    assert head_rows(logits, SPEC, LARGE, steep) == 0
 
 
 def test_the_clock_is_this_process_s_own_time_whatever_the_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,7 +71,7 @@ def test_the_clock_is_this_process_s_own_time_whatever_the_number_of_threads(mon
     monkeypatch.setattr("time.process_time", head)
     for clock in ("time.perf_counter", "time.thread_time"):  # busy neighbours, one thread
         monkeypatch.setattr(clock, lambda: pytest.fail("another clock is read"))
-    assert head_rows(head.logits, SPEC) == 16
+    assert head_rows(head.logits, SPEC, LARGE) == 16
 
 
 def test_one_hiccup_does_not_hide_the_rows_behind_it() -> None:
@@ -82,7 +83,7 @@ def test_one_hiccup_does_not_hide_the_rows_behind_it() -> None:
             head.now += 0.5 * next(hiccups)
         return steady(rows)
 
-    assert head_rows(logits, SPEC, head) == 32
+    assert head_rows(logits, SPEC, LARGE, head) == 32
 
 
 def test_measuring_ends_in_its_time_and_is_left_out_on_a_gpu() -> None:
@@ -92,4 +93,8 @@ def test_measuring_ends_in_its_time_and_is_left_out_on_a_gpu() -> None:
     restless = FakeHead(1e-3, 1e-5, load=8)
     restless.found()
     assert restless.now <= MOST_SECONDS + 2 * len(TRIED) * 0.04
-    assert head_rows(lambda rows: pytest.fail("measured"), BaseSpec(4, torch.float32, "meta")) == UNMEASURED
+    assert head_rows(lambda rows: pytest.fail("measured"), BaseSpec(4, torch.float32, "meta"), LARGE) == UNMEASURED
+
+
+def test_a_head_that_stays_in_the_cache_is_not_measured() -> None:
+    assert head_rows(lambda rows: pytest.fail("measured"), SPEC, SMALL) == max(TRIED)
