@@ -185,6 +185,14 @@ def events(answer: httpx.Response) -> Iterator[dict[str, Any]]:
     raise AssertionError("the stream ended without [DONE]")
 
 
+@pytest.fixture(scope="package", autouse=True)
+def few_measurements() -> Iterator[None]:
+    """Servers that are not told otherwise measure their steps for a moment, not for seconds."""
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("SPACESERVE_CALIBRATION_SECONDS", "0.2")
+        yield
+
+
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random tiny SPACE checkpoint with tokenizer and chat template."""

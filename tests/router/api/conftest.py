@@ -12,7 +12,7 @@ import httpx
 import jsonschema_rs
 import pytest
 from doubles.router import Script, ScriptedWorker
-from doubles.router.whole_router import TOKENIZER, Seen, Start, events_of, model_text, script
+from doubles.router.whole_router import TOKENIZER, Seen, Start, events_of, forget_routes, model_text, script
 from opentelemetry.trace import Tracer
 from space_router.api.schema import DocumentedApp
 from space_router.api.service import Service
@@ -97,6 +97,7 @@ async def running(
                 yield Router(client, service, worker, app)
             engine.check()
         worker.check()
+    forget_routes()
 
 
 def conformity(document: dict[str, Any]) -> Callable[[httpx.Response], Awaitable[None]]:

@@ -9,7 +9,7 @@ import grpc.aio
 import httpx
 import pytest
 from doubles.router import Script, ScriptedWorker
-from doubles.router.whole_router import Seen, Start, events_of, model_text, script
+from doubles.router.whole_router import Seen, Start, events_of, forget_routes, model_text, script
 from space_proto import generate_pb2, generate_pb2_grpc
 from space_router.api.service import Service
 from space_router.app import create_app
@@ -82,6 +82,7 @@ async def running(
             yield Router(channel, stub, http, service, server, worker, connect)
         engine.check()
         worker.check()
+    forget_routes()
 
 
 @pytest.fixture
