@@ -38,6 +38,7 @@ _TOGETHER = (
     "tests/exactness/",
     "tests/model/test_family_sweep.py",
     "tests/real/",
+    "tests/server/drafts/test_eagle.py",
     "tests/server/machine/test_loaded_bytes.py",
     "tests/server/machine/test_memory.py",
     "tests/server/tensor_parallel/",

@@ -17,7 +17,7 @@ from space_router.config import ServeConfig
 from space_router.engine.workers.supervisor import worker_command
 from space_server.__main__ import SMALL_WEIGHTS, choose_threads, main
 
-FLAGS = ["--num-blocks", "32", "--num-threads", "1", "--log-level", "warning"]
+FLAGS = ["--num-blocks", "32", "--num-threads", "1", "--log-level", "warning", "--calibration-seconds", "0"]
 ENVIRONMENT = os.environ | {"TQDM_DISABLE": "1"}
 
 
@@ -106,7 +106,7 @@ runpy.run_module("space_server", run_name="__main__", alter_sys=True)
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGTERM, marks=pytest.mark.slow), signal.SIGINT])
 def test_a_signal_while_a_thread_computes_ends_with_0_and_without_a_word(
     number: signal.Signals, tiny_path: Path, tmp_path: Path
 ) -> None:
