@@ -383,7 +383,7 @@ def test_a_cost_that_grows_with_the_queue_would_be_seen(monkeypatch: pytest.Monk
     head = RequestQueue.head
 
     def slow(self: RequestQueue, now: float | None = None) -> object:
-        for _ in range(20):
+        for _ in range(6):
             sum(live.age for live in self._waiting)
         return head(self, now)
 

@@ -48,8 +48,8 @@ async def test_the_head_of_what_can_be_got_can_be_asked_for(router: Any, path: s
     assert head.status_code == whole.status_code == 200
     assert head.headers["content-type"] == whole.headers["content-type"]
     assert int(head.headers["content-length"]) > 0
-    operations = (await router.client.get("/openapi.json")).json()["paths"].values()
-    assert not any("head" in of_one_path for of_one_path in operations)
+    if path == "/openapi.json":
+        assert not any("head" in operations for operations in whole.json()["paths"].values())
 
 
 async def test_the_head_of_an_unready_server_is_503(start: Start) -> None:
