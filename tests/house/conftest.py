@@ -8,6 +8,7 @@ from pathlib import Path
 
 import interface
 import pytest
+from repository import Repository
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -62,6 +63,11 @@ def commands_of(document: str, text: str) -> list[Command]:
 @pytest.fixture(scope="session")
 def root() -> Path:
     return ROOT
+
+
+@pytest.fixture(scope="session")
+def repository() -> Repository:
+    return Repository(ROOT)
 
 
 @pytest.fixture(scope="session")

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from repository import nodes_of
 
 ROOT = Path(__file__).parents[2]
 LOCKS = [*sorted((ROOT / "docker" / "locks").glob("*.txt")), ROOT / "proto" / "space_common" / "default_model.txt"]
@@ -37,7 +38,7 @@ def test_every_package_is_one_version_with_hashes_from_a_registry(lock: Path) ->
 def _calls() -> Iterator[tuple[Path, ast.Call]]:
     for room in ROOMS:
         for file in sorted((ROOT / room).rglob("*.py")):
-            for node in ast.walk(ast.parse(file.read_text())):
+            for node in nodes_of(file.read_text(encoding="utf-8")):
                 if isinstance(node, ast.Call):
                     yield file, node
 

@@ -9,7 +9,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from repository import Repository, cycles
+from repository import Repository, cycles, nodes_of
 
 ROOMS = {
     "space_proto": ("proto", set()),
@@ -37,7 +37,7 @@ OPTIONAL = {"flash_attn", "triton", "ray"}
 def imported(file: Path) -> set[str]:
     """Top-level names that a file imports anywhere, functions included."""
     names = set()
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+    for node in nodes_of(file.read_text(encoding="utf-8")):
         if isinstance(node, ast.Import):
             names |= {alias.name.partition(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
@@ -54,11 +54,6 @@ def test_a_room_imports_only_the_rooms_below_it(root: Path, room: str) -> None:
         if (others := {name for name in imported(file) if name.startswith("space_")} - below - {room})
     }
     assert wrong == {}
-
-
-@pytest.fixture(scope="module")
-def repository(root: Path) -> Repository:
-    return Repository(root)
 
 
 @pytest.mark.parametrize("kind", ["modules", "rooms", "packages"])

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from repository import LARGEST_FOLDER, Repository, old_words, prose_words
+from repository import LARGEST_FOLDER, Repository, nodes_of, old_words, prose_words
 
 SNAPSHOTS = Path(__file__).parent / "snapshots"
 
@@ -55,11 +55,6 @@ def test_nothing_is_left_for_later(root: Path, files: list[Path]) -> None:
     marks = re.compile(r"\b(TODO|FIXME|XXX|HACK)\b")
     sources = [path for path in files if path.suffix in {".py", ".sh", ".proto"} and path.parent.name != "house"]
     assert [str(path) for path in sources if marks.search((root / path).read_text())] == []
-
-
-@pytest.fixture(scope="module")
-def repository(root: Path) -> Repository:
-    return Repository(root)
 
 
 @pytest.fixture(scope="module")
@@ -132,7 +127,7 @@ DATES = {
 
 def wall_clocks(source: str) -> list[str]:
     found = []
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes_of(source):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
             name = f"{node.value.id}.{node.attr}"
             if name in {"time.time", "time.time_ns", "datetime.now", "datetime.utcnow", "date.today"}:

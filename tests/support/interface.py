@@ -29,6 +29,7 @@ from types import MappingProxyType
 from typing import Any, NoReturn
 
 import pytest
+from repository import nodes_of
 
 ROOT = Path(__file__).resolve().parents[2]
 SNAPSHOTS = ROOT / "tests/house/snapshots"
@@ -280,7 +281,7 @@ def variables(folders: Iterable[str] = PRODUCT) -> set[str]:
         text = path.read_text(encoding="utf-8", errors="replace")
         if "SPACESERVE_" not in text:
             continue
-        for part in _strings(ast.parse(text)) if path.suffix == ".py" else [re.sub(r"#.*", "", text)]:
+        for part in _strings(text) if path.suffix == ".py" else [re.sub(r"#.*", "", text)]:
             found |= set(pattern.findall(part))
     return found
 
@@ -289,13 +290,11 @@ def variables_text() -> str:
     return "\n".join(sorted(variables())) + "\n"
 
 
-def _strings(tree: ast.AST) -> Iterator[str]:
+def _strings(source: str) -> Iterator[str]:
     """Text of a module's strings, docstrings left out."""
-    docs = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
-            docs.add(node.value)
-    for node in ast.walk(tree):
+    nodes = nodes_of(source)
+    docs = {node.value for node in nodes if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)}
+    for node in nodes:
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in docs:
             yield node.value
 

@@ -12,7 +12,7 @@ import tokenize
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 
 PACKAGES = {
@@ -62,6 +62,23 @@ def prose_words(path: Path) -> dict[str, re.Pattern[str]]:
     return {words[0]: re.compile(rf"\b(?:{'|'.join(words)})\b", re.IGNORECASE) for words in lines if words}
 
 
+@cache
+def nodes_of(source: str) -> list[ast.AST]:
+    """The nodes of a source's syntax tree as `ast.walk` gives them. Everybody is given the same: nobody may change one.
+
+    Raises SyntaxError.
+    """
+    nodes: list[ast.AST] = [ast.parse(source)]
+    for node in nodes:  # goes on over what is appended
+        for name in node._fields:
+            value = getattr(node, name, None)
+            if isinstance(value, ast.AST):
+                nodes.append(value)
+            elif isinstance(value, list):
+                nodes.extend(each for each in value if isinstance(each, ast.AST))
+    return nodes
+
+
 @dataclass(frozen=True)
 class Module:
     """One file of Python."""
@@ -74,9 +91,19 @@ class Module:
     def text(self) -> str:
         return self.path.read_text(encoding="utf-8")
 
+    @property
+    def nodes(self) -> list[ast.AST]:
+        return nodes_of(self.text)
+
     @cached_property
-    def tree(self) -> ast.Module:
-        return ast.parse(self.text)
+    def identifiers(self) -> Counter[str]:
+        """How often each is written."""
+        return Counter(identifiers(self))
+
+    @cached_property
+    def prose(self) -> str:
+        """Docstrings and comments, each from a line of its own on."""
+        return "\n".join(prose(self))
 
     @property
     def package(self) -> str:
@@ -108,7 +135,7 @@ class Repository:
         return {name: set(self._imported(module)) - {name} for name, module in self.modules.items()}
 
     def _imported(self, module: Module) -> Iterator[str]:
-        for node in ast.walk(module.tree):
+        for node in module.nodes:
             if isinstance(node, ast.Import):
                 yield from (alias.name for alias in node.names if alias.name in self.modules)
             elif isinstance(node, ast.ImportFrom):
@@ -169,7 +196,7 @@ class Repository:
         """Names that more than one class has, and the modules of those."""
         places: dict[str, list[str]] = {}
         for name, module in self.modules.items():
-            for node in ast.walk(module.tree):
+            for node in module.nodes:
                 if isinstance(node, ast.ClassDef):
                     places.setdefault(node.name, []).append(name)
         return {name: sorted(found) for name, found in sorted(places.items()) if len(found) > 1}
@@ -178,7 +205,7 @@ class Repository:
         """How often each word of the old vocabulary is written as an identifier."""
         seen: dict[str, Counter[str]] = {}
         for module in self.modules.values():
-            seen.setdefault(module.package, Counter()).update(identifiers(module))
+            seen.setdefault(module.package, Counter()).update(module.identifiers)
         found: Counter[str] = Counter()
         for word in words:
             for package, names in seen.items():
@@ -190,9 +217,8 @@ class Repository:
         """How often each of these is in docstrings and comments of a package, or on pages."""
         found: Counter[tuple[str, str]] = Counter()
         for module in self.modules.values():
-            text = "\n".join(prose(module))
             for word, pattern in words.items():
-                found[module.package, word] += len(pattern.findall(text))
+                found[module.package, word] += len(pattern.findall(module.prose))
         for path in self.root.rglob("*.md"):
             if not {".venv", ".git", ".clients"} & set(path.relative_to(self.root).parts):
                 text = re.sub(r"```.*?```", "", path.read_text(encoding="utf-8"), flags=re.DOTALL)
@@ -204,7 +230,7 @@ class Repository:
 def identifiers(module: Module) -> Iterator[str]:
     """Every identifier each time it is written, and the module's own name; those of protobuf's stubs left out."""
     yield module.path.stem
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         match node:
             case ast.Name(id=name) | ast.arg(arg=name):
                 yield name
@@ -226,7 +252,7 @@ def identifiers(module: Module) -> Iterator[str]:
 
 def prose(module: Module) -> Iterator[str]:
     """Its docstrings, those of attributes too, and its comments."""
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
             yield node.value.value
     for token in tokenize.generate_tokens(io.StringIO(module.text).readline):
