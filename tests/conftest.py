@@ -4,6 +4,7 @@ import asyncio
 import gc
 import inspect
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from pathlib import Path
@@ -36,6 +37,7 @@ os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # as it is by default; t
 _TOGETHER = (
     "tests/e2e/",
     "tests/exactness/",
+    "tests/house/test_",
     "tests/model/test_family_sweep.py",
     "tests/real/",
     "tests/server/drafts/test_eagle.py",
@@ -90,6 +92,36 @@ def pytest_collection_finish() -> None:
 
 def pytest_unconfigure() -> None:
     gc.unfreeze()  # else extensions report frozen objects as leaks
+
+
+def pytest_runtest_setup() -> None:
+    """Triton's interpreter, once a test's module has imported it, prepares its language once for each launch.
+
+    Of itself it does so at each call of a device function, `tl.max` included: a third of a kernel's time.
+    """
+    interpreter = sys.modules.get("triton.runtime.interpreter")
+    if interpreter is None or hasattr(interpreter, "_patch_lang_anew"):
+        return
+    plain = vars(interpreter)["_patch_lang_anew"] = interpreter._patch_lang
+    prepared: set[frozenset[int]] = set()  # modules that the launch in progress has patched; repetition changes nothing
+
+    def patch_lang(function: Any) -> Any:
+        modules = (interpreter.tl, interpreter.tl.core)
+        visible = frozenset(id(value) for value in function.__globals__.values() if any(value is m for m in modules))
+        if visible in prepared:
+            return interpreter._LangPatchScope()
+        scope = plain(function)
+        prepared.add(visible)
+        restore = scope.restore
+
+        def restored() -> None:
+            prepared.clear()
+            restore()
+
+        scope.restore = restored
+        return scope
+
+    vars(interpreter)["_patch_lang"] = patch_lang
 
 
 @pytest.hookimpl(tryfirst=True)
