@@ -245,9 +245,9 @@ WHOLE_ROUNDS, STEADY_ROUNDS, STEADY = 2, 8, 0.01
 """Rounds that time all counts; then rounds that time only the counts at the limit, until so many in a row lower no
 minimum by more than this share."""
 
-CACHED = (
-    64 << 20
-)  # bytes read before each timed call, so that weights come from memory, as behind the layers' in a step
+CACHED = 64 << 20
+"""Bytes read before each timed call, so that the weights come from memory, as in a step behind the layers' weights."""
+
 SECONDS, MOST_SECONDS = 0.3, 1.0  # time limits for starting a round: normally, and while minima still fall
 
 
