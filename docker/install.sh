@@ -262,6 +262,7 @@ lockdir=$venv.lock
 locked=""
 leave() {
     local status=$?
+    trap '' INT TERM # a signal to the group may come again, or to this process last
     rm -rf "$log" "$own_lock" "$locked"
     case $status in
         130 | 143) # 143: a stage that was stopped by the same signal ended first
