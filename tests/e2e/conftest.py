@@ -187,7 +187,7 @@ def events(answer: httpx.Response) -> Iterator[dict[str, Any]]:
 
 @pytest.fixture(scope="package", autouse=True)
 def few_measurements() -> Iterator[None]:
-    """Servers that are not told otherwise measure their steps for a moment, not for seconds."""
+    """Servers started without --calibration-seconds measure their steps for 0.2 s, not for the default 3 s."""
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("SPACESERVE_CALIBRATION_SECONDS", "0.2")
         yield

@@ -64,19 +64,11 @@ def prose_words(path: Path) -> dict[str, re.Pattern[str]]:
 
 @cache
 def nodes_of(source: str) -> list[ast.AST]:
-    """The nodes of a source's syntax tree as `ast.walk` gives them. Everybody is given the same: nobody may change one.
+    """Return the nodes of a source's syntax tree as `ast.walk` yields them; every call returns the same, unchanged.
 
     Raises SyntaxError.
     """
-    nodes: list[ast.AST] = [ast.parse(source)]
-    for node in nodes:  # goes on over what is appended
-        for name in node._fields:
-            value = getattr(node, name, None)
-            if isinstance(value, ast.AST):
-                nodes.append(value)
-            elif isinstance(value, list):
-                nodes.extend(each for each in value if isinstance(each, ast.AST))
-    return nodes
+    return list(ast.walk(ast.parse(source)))
 
 
 @dataclass(frozen=True)
