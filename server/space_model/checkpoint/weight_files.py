@@ -30,7 +30,7 @@ from space_model.checkpoint.checkpoint import INDEX, Checkpoint, read_index
 from space_model.checkpoint.stored_weight import StoredExperts, StoredWeight
 from space_model.model_error import CheckpointNotFound, UnsupportedModel
 
-SMALL = 1 << 17  # tensors of fewer bytes are not worth releasing
+SMALL = 1 << 15  # tensors of fewer bytes are not worth releasing
 SUFFIXES = (".safetensors", ".gguf")
 
 
