@@ -35,9 +35,15 @@ USAGE
 
 say() { printf '%s\n' "install: $*"; }
 fail() {
+    stop_if_interrupted
     printf '%s\n' "install: $*" >&2
     exit 1
 }
+
+# A trap that exits is not safe everywhere: bash 5.2, signalled while it starts a pipeline, leaves without its EXIT trap.
+# So the trap notes the signal, and this is called wherever something may have ended because of it.
+interrupted=false
+stop_if_interrupted() { if $interrupted; then exit 130; fi; }
 
 dev=false gpu=false editable=true device=auto venv=${SPACESERVE_VENV:-$ROOT/.venv} stages=""
 while [ $# -gt 0 ]; do
@@ -112,7 +118,10 @@ if [ -z "$stages" ]; then export PIP_COMPILE=0; fi
 
 # pip, with its complaints kept for the case that it fails.
 pip() {
-    "$python" -P -m pip --disable-pip-version-check --no-input "$@" 2>"$log"
+    local status=0
+    "$python" -P -m pip --disable-pip-version-check --no-input "$@" 2>"$log" || status=$?
+    stop_if_interrupted
+    return $status
 }
 
 # One line per package becomes one counter.
@@ -136,6 +145,7 @@ count_to() {
 
 # A stage that was interrupted may have left packages that only look installed: they are installed once more.
 begin() {
+    stop_if_interrupted
     again=""
     if [ -e "$venv/.installing-$1" ]; then again=--force-reinstall; fi
     : >"$venv/.installing-$1"
@@ -265,14 +275,14 @@ leave() {
     trap '' INT TERM # a signal to the group may come again, or to this process last
     rm -rf "$log" "$own_lock" "$locked"
     case $status in
-        130 | 143) # 143: a stage that was stopped by the same signal ended first
+        130 | 143) # 143: what ran when the signal came ended of it, and `set -e` ended this
             { printf "\n" && say "interrupted; run it again to go on."; } || true
             exit 130
             ;;
     esac
 }
 trap leave EXIT
-trap 'exit 130' INT TERM
+trap 'interrupted=true' INT TERM
 
 if [ -z "$stages" ] && is_complete >/dev/null; then
     exit 0
@@ -281,6 +291,7 @@ fi
 # Two installs at once (`make serve` beside `make test`) would undo each other.
 mkdir -p "$(dirname "$venv")"
 until mkdir "$lockdir" 2>/dev/null; do
+    stop_if_interrupted
     owner=$(cat "$lockdir/pid" 2>/dev/null || true)
     if [ -n "$owner" ] && ! kill -0 "$owner" 2>/dev/null; then
         rm -rf "$lockdir"
@@ -295,8 +306,10 @@ locked=$lockdir
 started=$SECONDS
 if [ -x "$python" ]; then rm -f "$venv"/.installed-*; fi
 for stage in ${stages:-environment torch dependencies project}; do
+    stop_if_interrupted
     "stage_$stage"
 done
+stop_if_interrupted
 if [ -z "$stages" ]; then
     "$python" -I "$LOCKS/installed.py" --device "$device" --project "$LOCKS/torch.txt" "$lock" ||
         fail "the environment is not what the locks say; remove $venv and run this again."

@@ -26,7 +26,9 @@ case "$*" in
     *installed.py*--project*) cd "$STUB_STATE" && [ -e torch ] && [ -e dependencies ] && [ -e project ] ;;
     *installed.py*torch.txt) [ -e "$STUB_STATE/torch" ] ;;
     *installed.py*) [ -e "$STUB_STATE/dependencies" ] ;;
-    *" pip "*torch==*+cpu) [ ! -e "$STUB_STATE/no-cpu-build" ] && : >"$STUB_STATE/torch" ;;
+    *" pip "*torch==*+cpu)
+        [ ! -e "$STUB_STATE/interrupt-torch" ] || { trap '' TERM; kill -TERM 0; exit 1; }
+        [ ! -e "$STUB_STATE/no-cpu-build" ] && : >"$STUB_STATE/torch" ;;
     *" pip "*torch==*) : >"$STUB_STATE/torch" ;;
     *" pip "*" -r "*)
         [ ! -e "$STUB_STATE/interrupt" ] || { kill -TERM 0; sleep 9; exit 1; }
@@ -169,6 +171,17 @@ def test_an_interrupted_stage_is_done_again_from_its_beginning(machine: Machine)
     machine.set("dependencies")  # some of it looks installed
     assert machine.install().returncode == 0
     assert machine.stages == ["dependencies", "project"]
+    assert "--force-reinstall" in machine.pip[0]
+
+
+def test_an_interrupt_that_pip_answers_with_a_failure_ends_the_install(machine: Machine) -> None:
+    machine.set("interrupt-torch")
+    run = machine.install()
+    assert (run.returncode, len(machine.pip)) == (130, 1), run.stdout
+    assert "run it again" in run.stdout
+    assert run.stderr == ""
+    machine.unset("interrupt-torch")
+    assert machine.install().returncode == 0
     assert "--force-reinstall" in machine.pip[0]
 
 

@@ -373,8 +373,13 @@ def test_what_is_computed_is_what_memory_grows_by() -> None:
     ("few", "many"), [((10, 10_000), (2_000, 10_000)), ((100, 1_000), (100, 300_000))], ids=["queued", "pages"]
 )
 def test_the_cost_of_a_step_is_flat(few: tuple[int, int], many: tuple[int, int]) -> None:
-    measured = {point: [measure(*point, num_steps=15).median_us for _ in range(2)] for point in (few, many)}
-    assert min(measured[many]) < 2 * min(measured[few])
+    costs: dict[tuple[int, int], list[float]] = {few: [], many: []}
+    for _ in range(6):  # a busy machine only adds: a cost that grows exceeds the bound each time
+        for point, measured in costs.items():
+            measured.append(measure(*point, num_steps=15).median_us)
+        if min(costs[many]) < 2 * min(costs[few]):
+            return
+    pytest.fail(f"a step costs more with more queued or more pages: {costs}")
 
 
 def test_a_cost_that_grows_with_the_queue_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -383,12 +388,13 @@ def test_a_cost_that_grows_with_the_queue_would_be_seen(monkeypatch: pytest.Monk
     head = RequestQueue.head
 
     def slow(self: RequestQueue, now: float | None = None) -> object:
-        for _ in range(6):
+        for _ in range(16):
             sum(live.age for live in self._waiting)
         return head(self, now)
 
     monkeypatch.setattr(RequestQueue, "head", slow)
-    few, many = (min(measure(n, 10_000, num_steps=15).median_us for _ in range(2)) for n in (10, 2_000))
+    few = min(measure(10, 10_000, num_steps=15).median_us for _ in range(5))
+    many = measure(2_000, 10_000, num_steps=15).median_us  # some eight times as much
     assert many > 2 * few
 
 
