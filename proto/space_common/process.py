@@ -263,24 +263,25 @@ def _unbroken() -> Iterator[None]:
 
 def children(pid: int) -> list[int]:
     """Return the child processes of `pid`, by number (Linux; empty elsewhere)."""
-    found = []
-    for entry in Path("/proc").glob("[0-9]*/stat"):
-        fields = _stat(entry)
-        if len(fields) > 1 and fields[1] == str(pid) and fields[0] != "Z":
-            found.append(int(entry.parent.name))
-    return sorted(found)
+    try:
+        with os.scandir("/proc") as entries:
+            processes = [int(entry.name) for entry in entries if entry.name.isdigit()]
+    except OSError:
+        return []
+    parent = str(pid)
+    return sorted(each for each in processes if (fields := _stat(each))[1:2] == [parent] and fields[0] != "Z")
 
 
 def cpu_seconds(pid: int) -> float:
     """Return the CPU seconds of a process, all threads (Linux; 0 elsewhere, or if it is gone)."""
-    fields = _stat(Path(f"/proc/{pid}/stat"))
+    fields = _stat(pid)
     return sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK") if len(fields) > 12 else 0.0
 
 
-def _stat(path: Path) -> list[str]:
+def _stat(pid: int) -> list[str]:
     """Return the fields after the name, which may contain any character: state, parent, ..."""
     try:
-        return path.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].decode("ascii").split()
     except OSError:
         return []
 

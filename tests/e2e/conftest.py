@@ -107,7 +107,7 @@ class Live:
         limit = time.monotonic() + SECONDS
         while not holds(found := self.metrics()):
             assert time.monotonic() < limit, f"{what}: not within {SECONDS:g} s; {self.server.last_words()}"
-            time.sleep(0.02)
+            time.sleep(0.05)  # a reading takes both processes 10 ms
         return found
 
     def wait_idle(self) -> dict[str, float]:

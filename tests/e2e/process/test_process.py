@@ -7,9 +7,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,9 @@ def ended(pids: list[int], seconds: float) -> bool:
     return not any(map(is_alive, pids))
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "Ctrl-C"])
+@pytest.mark.parametrize(
+    "number", [pytest.param(signal.SIGTERM, marks=pytest.mark.slow), signal.SIGINT], ids=["SIGTERM", "Ctrl-C"]
+)
 def test_a_signal_lets_streams_finish_then_exits_0_without_orphans(serve: Serve, number: signal.Signals) -> None:
     port = free_port()
     with serve(environment={"SPACESERVE_PORT": str(port)}) as server:
@@ -58,14 +61,6 @@ def test_a_signal_lets_streams_finish_then_exits_0_without_orphans(serve: Serve,
         assert not any(map(is_alive, workers)), "the router waits for its workers"
         words = server.last_words()
         assert "Traceback" not in words, words
-
-
-def test_no_worker_outlives_a_router_that_is_killed(serve: Serve) -> None:
-    with serve() as server:
-        workers = server.worker_pids()
-        server.process.kill()
-        server.wait()
-        assert ended(workers, 30)
 
 
 def test_a_model_that_is_not_there_ends_the_start_with_one_line() -> None:
@@ -121,6 +116,10 @@ MODULES = (
 @pytest.fixture
 def marker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The file that a hostile module writes when it is executed; the current folder is full of them."""
+    return surrounded(tmp_path, monkeypatch)
+
+
+def surrounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder, marker = tmp_path / "here", tmp_path / "executed"
     for name in (*MODULES, "space_router/__init__.py"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -157,15 +156,6 @@ def test_python_m_space_router_runs_in_the_source_tree_itself(monkeypatch: pytes
     assert subprocess.run(command, capture_output=True, check=False).returncode == 0
 
 
-def test_a_server_and_all_that_it_starts_execute_no_file_of_the_current_folder(marker: Path) -> None:
-    """The worker, and the process that tries grammars."""
-    with ServerProcess(["--model", "demo", "--num-threads", "1", "--calibration-seconds", "0"]) as server:
-        body = {"prompt": "x", "max_tokens": 4, "structured_outputs": {"regex": "[ab]{4}"}}
-        answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
-    assert answer.status_code == 200, answer.text
-    assert executed(marker) == ""
-
-
 def test_the_doctor_s_look_at_a_worker_executes_no_file_of_the_current_folder(marker: Path) -> None:
     spaceserve = Path(sys.executable).with_name("spaceserve")
     ran = subprocess.run([str(spaceserve), "doctor", "--port", "0", "--json"], capture_output=True, text=True)
@@ -174,21 +164,61 @@ def test_the_doctor_s_look_at_a_worker_executes_no_file_of_the_current_folder(ma
 
 @pytest.fixture
 def nowhere(tmp_path: Path) -> dict[str, str]:
+    return without_models(tmp_path)
+
+
+def without_models(tmp_path: Path) -> dict[str, str]:
     """An environment in which no model is named, none is there, and none can be fetched."""
     pip = {"PIP_CONFIG_FILE": os.devnull, "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": ""}
     return {"SPACESERVE_MODEL": "", "HF_HOME": str(tmp_path), **pip}
 
 
-@pytest.mark.e2e
-def test_a_server_that_cannot_fetch_the_default_model_serves_demo_and_says_so(nowhere: dict[str, str]) -> None:
-    with ServerProcess(["--num-threads", "1"], environment=nowhere) as server:
-        warned = [line for line in server.lines if "demo is served in place of smollm2" in line]
-        info = httpx.get(f"{server.url}/info").json()
-        asked = {"prompt": "def f(", "max_tokens": 4}
-        answer = httpx.post(f"{server.url}/v1/completions", json=asked, timeout=60).json()
+@dataclass(frozen=True)
+class InBadPlace:
+    """A server started in a folder of hostile modules, and without a model that it could fetch."""
+
+    server: ServerProcess
+    marker: Path  # as of the fixture
+
+
+@pytest.fixture(scope="module")
+def in_a_bad_place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[InBadPlace]:
+    """The last test that asks for it kills its router."""
+    tmp_path = tmp_path_factory.mktemp("bad")
+    flags = ["--num-threads", "1", "--calibration-seconds", "0"]
+    with ExitStack() as stack:
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            marker = surrounded(tmp_path, monkeypatch)
+            server = stack.enter_context(ServerProcess(flags, environment=without_models(tmp_path)))
+        yield InBadPlace(server, marker)
+
+
+def test_a_server_that_cannot_fetch_the_default_model_serves_demo_and_says_so(in_a_bad_place: InBadPlace) -> None:
+    server = in_a_bad_place.server
+    warned = [line for line in server.lines if "demo is served in place of smollm2" in line]
+    info = httpx.get(f"{server.url}/info").json()
+    asked = {"prompt": "def f(", "max_tokens": 4}
+    answer = httpx.post(f"{server.url}/v1/completions", json=asked, timeout=60).json()
     assert len(warned) == 1
     assert warned[0].endswith(info["model_fallback"])
     assert (info["model_id"], answer["model"]) == ("spaceserve-demo", "spaceserve-demo")
+
+
+def test_a_server_and_all_that_it_starts_execute_no_file_of_the_current_folder(in_a_bad_place: InBadPlace) -> None:
+    """The worker, the process that tries grammars, and pip."""
+    body = {"prompt": "x", "max_tokens": 4, "structured_outputs": {"regex": "[ab]{4}"}}
+    answer = httpx.post(f"{in_a_bad_place.server.url}/v1/completions", json=body, timeout=60)
+    assert answer.status_code == 200, answer.text
+    assert executed(in_a_bad_place.marker) == ""
+
+
+def test_no_worker_outlives_a_router_that_is_killed(in_a_bad_place: InBadPlace) -> None:
+    server = in_a_bad_place.server
+    workers = server.worker_pids()
+    assert workers
+    server.process.kill()
+    server.wait()
+    assert ended(workers, 30)
 
 
 @pytest.mark.e2e
@@ -233,15 +263,16 @@ def test_a_server_whose_logs_and_caches_cannot_be_written_serves_drains_and_exit
         )  # fmt: skip
     try:
         limit = time.monotonic() + 120
-        while not _is_ready(url):
-            assert server.poll() is None, f"it ended with {server.returncode}"
-            assert time.monotonic() < limit
-            time.sleep(0.05)
-        for seed in range(20):
-            body = {"prompt": "x = ", "max_tokens": 20, "ignore_eos": True, "seed": seed}
-            answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60)
-            assert answer.status_code == 200
-            assert answer.json()["usage"]["completion_tokens"] == 20
+        with httpx.Client(base_url=url, timeout=60) as client:
+            while not _is_ready(client):
+                assert server.poll() is None, f"it ended with {server.returncode}"
+                assert time.monotonic() < limit
+                time.sleep(0.05)
+            for seed in range(20):
+                body = {"prompt": "x = ", "max_tokens": 20, "ignore_eos": True, "seed": seed}
+                answer = client.post("/v1/completions", json=body)
+                assert answer.status_code == 200
+                assert answer.json()["usage"]["completion_tokens"] == 20
         server.send_signal(signal.SIGTERM)
         assert server.wait(60) == 0
     finally:
@@ -250,16 +281,16 @@ def test_a_server_whose_logs_and_caches_cannot_be_written_serves_drains_and_exit
             server.wait()
 
 
-def _is_ready(url: str) -> bool:
+def _is_ready(client: httpx.Client) -> bool:
     try:
-        return httpx.get(f"{url}/health", timeout=10).status_code == 200
+        return client.get("/health").status_code == 200
     except httpx.TransportError:
         return False
 
 
 NUM_HTTP, NUM_GRPC = 16, 8
 SECONDS = 120.0
-BODY: dict[str, Any] = {"max_tokens": 200, "temperature": 0.8, "ignore_eos": True}
+BODY: dict[str, Any] = {"max_tokens": 100, "temperature": 0.8, "ignore_eos": True}
 
 
 def over_http(url: str, seed: int, begun: Callable[[], None] | None = None) -> list[int]:
