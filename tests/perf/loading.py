@@ -1,7 +1,8 @@
 """What loading a model adds to a process on a CPU: held afterwards, and at most meanwhile, beside its tensors' bytes.
 
-Bytes are this process's share of resident pages (PSS), those of mapped files included, without keys and values. Tensors
-are counted once, in the form that they are held in: a GGUF's own blocks, or so many bits of each number; adapters and
+Bytes are this process's share of resident pages (PSS), those of mapped files included, without keys and values. What
+loading adds leaves out shared libraries: the share in them changes whenever another Python starts or ends. Tensors are
+counted once, in the form that they are held in: a GGUF's own blocks, or so many bits of each number; adapters and
 draft heads are counted, too.
 """
 
@@ -98,20 +99,31 @@ def _child(model: str, weights: str, small: str) -> None:
     gc.collect()
     give_back_freed()
     checkpoint = opened(model)
-    before, resident = _pss(), _status("VmRSS:")
+    before, resident = _pss_without_libraries(), _status("VmRSS:")
     Path("/proc/self/clear_refs").write_text("5")
     held = load_model(checkpoint, weights=weights)
     at_once = _status("VmHWM:") - resident
     give_back()
     gc.collect()
     keep_freed_memory()
-    after = _pss()
+    added, process = _pss_without_libraries() - before, _pss()
     del held
-    print(json.dumps([tensor_bytes(checkpoint, weights), after - before, at_once, after]))
+    print(json.dumps([tensor_bytes(checkpoint, weights), added, at_once, process]))
 
 
 def _pss() -> int:
     return int(Path("/proc/self/smaps_rollup").read_text().partition("Pss:")[2].split()[0]) * 1024
+
+
+def _pss_without_libraries() -> int:
+    total, counts = 0, True
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first, *rest = line.split()
+        if not first.endswith(":"):  # addresses, flags, offset, device, inode, perhaps a file
+            counts = ".so" not in Path(rest[-1]).suffixes
+        elif first == "Pss:" and counts:
+            total += int(rest[0]) * 1024
+    return total
 
 
 def _status(field: str) -> int:
