@@ -11,6 +11,7 @@ so a row's result does not depend on the other rows. Stages that no row uses cos
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from ctypes import byref
 from dataclasses import dataclass
@@ -136,18 +137,42 @@ def _penalise(logits: Tensor, edited: list[tuple[int, SamplingRow]]) -> None:
     penalised = [(number, row) for number, row in edited if row.sampling_params.penalises]
     if not penalised:
         return
+    known: dict[int, tuple[TokenCounts, Tensor, Tensor]] = {}  # of each sequence: its ids, and how often each came out
+    of_known: list[tuple[int, SamplingRow, Tensor, Tensor]] = []
+    of_ahead: list[tuple[int, SamplingRow, Tensor, Tensor]] = []
     for number, row in penalised:
-        counts = row.counts or TokenCounts(row.ids, row.num_prompt, logits.shape[1], logits.device)
-        output, seen = counts.output, counts.seen
+        key = id(row if row.counts is None else row.counts)
+        if key not in known:
+            counts = row.counts or TokenCounts(row.ids, row.num_prompt, logits.shape[1], logits.device)
+            ids = counts.seen.nonzero()[:, 0]  # the others stay as they are
+            known[key] = counts, ids, counts.output[ids]
+        counts, ids, output = known[key]
+        of_known.append((number, row, ids, output))
         if row.tail:
-            ahead = torch.tensor(row.tail, dtype=torch.int64, device=logits.device)
-            output = output.index_add(0, ahead, torch.ones_like(ahead))
-            seen = seen.index_fill(0, ahead, True)
-        ids = seen.nonzero()[:, 0]  # the others stay as they are
-        params, z, count = row.sampling_params, logits[number, ids], output[ids]
-        z = torch.where(z > 0, z / params.repetition_penalty, z * params.repetition_penalty)
-        z = z - params.presence_penalty * (count > 0)
-        logits[number, ids] = z - params.frequency_penalty * count
+            drafts = Counter(row.tail)
+            ids, more = torch.tensor([list(drafts), list(drafts.values())], device=logits.device)
+            of_ahead.append((number, row, ids, counts.output[ids] + more))
+    changes = [_penalised(logits, entries) for entries in (of_known, of_ahead) if entries]
+    for places, z in changes:  # drafts last: of an id that is known, too, they count both
+        logits[places] = z
+
+
+def _penalised(
+    logits: Tensor, entries: list[tuple[int, SamplingRow, Tensor, Tensor]]
+) -> tuple[tuple[Tensor, Tensor], Tensor]:
+    """Rows with several ids each, and how often each id came out -> two index tensors, and what these logits become."""
+    every = [row.sampling_params for _, row, _, _ in entries]
+    factors = np.array(
+        [(params.repetition_penalty, params.presence_penalty, params.frequency_penalty) for params in every],
+        dtype=np.float32,
+    )
+    of_ids = torch.from_numpy(factors.repeat([len(ids) for _, _, ids, _ in entries], axis=0))
+    repetition, presence, frequency = of_ids.to(logits.device, logits.dtype).unbind(1)
+    places = _places([(number, ids) for number, _, ids, _ in entries])
+    z, count = logits[places], torch.cat([count for _, _, _, count in entries])
+    z = torch.where(z > 0, z / repetition, z * repetition)
+    z = z - presence * (count > 0)
+    return places, z - frequency * count
 
 
 def divide(logits: Tensor, rows: SamplingRows) -> None:
