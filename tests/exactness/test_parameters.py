@@ -40,7 +40,7 @@ PARAMETERS = (
     "allowed_ids",
     *LIMITS,
 )
-MAX_TOKENS = 24
+MAX_TOKENS = 16
 NUM_SEATS = 4
 NUM_BLOCKS = 800
 
