@@ -164,8 +164,15 @@ def test_swapped_products_equal_the_reference(
 
 
 @pytest.mark.usefixtures("dots_round_once")
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("head_dim", "window", "softcap"), [(128, None, None), (64, 40, 2.0)])
+@pytest.mark.parametrize(
+    ("head_dim", "window", "softcap", "dtype"),
+    [
+        pytest.param(128, None, None, torch.bfloat16, id="128-None-None-dtype0"),
+        pytest.param(128, None, None, torch.float16, id="128-None-None-dtype1", marks=pytest.mark.slow),
+        pytest.param(64, 40, 2.0, torch.bfloat16, id="64-40-2.0-dtype0", marks=pytest.mark.slow),
+        pytest.param(64, 40, 2.0, torch.float16, id="64-40-2.0-dtype1"),
+    ],
+)
 def test_every_tile_gives_the_same_bits(
     dtype: torch.dtype, head_dim: int, window: int | None, softcap: float | None
 ) -> None:

@@ -110,9 +110,9 @@ def made_up_step(
             return torch.randn(count, width, head_dim, generator=generator).to(dtype)
 
         old_key, old_value = normal(one.cached, kv_heads), normal(one.cached, kv_heads)
-        for position in range(one.cached):
-            page, offset = held[position // block_size], position % block_size
-            key_pages[page, :, offset], value_pages[page, :, offset] = old_key[position], old_value[position]
+        positions = torch.arange(one.cached)
+        page, offset = torch.tensor(held, dtype=torch.int64)[positions // block_size], positions % block_size
+        key_pages[page, :, offset], value_pages[page, :, offset] = old_key, old_value
         num_masks = sum(count for _, count in one.groups)
         for rows, count in ((chains, one.num_chain), (masks, num_masks)):
             rows.append((normal(count, heads), normal(count, kv_heads), normal(count, kv_heads)))
