@@ -31,6 +31,7 @@ from space_model.checkpoint.stored_weight import StoredExperts, StoredWeight
 from space_model.model_error import CheckpointNotFound, UnsupportedModel
 
 SMALL = 1 << 15  # tensors of fewer bytes are not worth releasing
+RELEASED_AT_ONCE = 4 << 20  # bytes of tensors whose pages are released together
 SUFFIXES = (".safetensors", ".gguf")
 
 
@@ -98,6 +99,34 @@ def let_go(*tensors: Tensor) -> None:
                 ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), mmap.MADV_DONTNEED)
             except (AttributeError, OSError):
                 return
+
+
+class ReadTensors:
+    """Collects tensors that were read, and releases their pages a few MiB at once: each look at what is mapped takes a
+    millisecond. Threads may share one."""
+
+    def __init__(self) -> None:
+        self._tensors: list[Tensor] = []
+        self._num_bytes = 0
+        self._lock = threading.Lock()
+
+    def add(self, tensor: Tensor) -> None:
+        """Take a tensor that was read. It is kept until its pages are released."""
+        with self._lock:
+            self._tensors.append(tensor)
+            self._num_bytes += tensor.nbytes
+            read = self._take() if self._num_bytes >= RELEASED_AT_ONCE else []
+        let_go(*read)
+
+    def finish(self) -> None:
+        """Release the pages of the last ones."""
+        with self._lock:
+            read = self._take()
+        let_go(*read)
+
+    def _take(self) -> list[Tensor]:
+        read, self._tensors, self._num_bytes = self._tensors, [], 0
+        return read
 
 
 def _span(tensor: Tensor) -> tuple[int, int] | None:
@@ -343,18 +372,20 @@ def refuse_odd_values(name: str, model: nn.Module, *, packed: bool = False) -> N
     weight once, on its device, and synchronises with a GPU once. Raises UnsupportedModel naming the weight."""
     weights = {path: weight.detach() for path, weight in model.named_parameters() if not weight.is_meta}
     sums: dict[str, Tensor] = {}
+    read = ReadTensors()
     for path, weight in weights.items():
         if weight.numel() > 1 and not any(weight.stride()):
             continue  # a placeholder, whose scales are looked at when it is packed
         if weight.dtype.itemsize > 1 and weight.is_floating_point():
             # One non-finite value makes the sum non-finite. In the weight's own dtype: seven times as fast in bfloat16.
             sums[path] = weight.sum().float()
-            let_go(weight)
+            read.add(weight)
         elif not packed and not weight.is_floating_point():
             raise UnsupportedModel(
                 f"{path} of {name} is kept as {_shown(weight)}, and config.json says nothing of quantised weights "
                 "(quantization_config). Fetch the whole checkpoint again, or use the one it was made from."
             )
+    read.finish()
     if not sums or bool(torch.stack(list(sums.values())).isfinite().all()):
         return
     for path, total in sums.items():
@@ -400,6 +431,7 @@ class WeightStream:
         self._device = torch.device("cpu") if as_kept else device
         self._copies = device.type != "cpu" if copies is None else copies
         self._joined = joined
+        self._read = ReadTensors()  # the last of them are released with the stream
         self._as_kept = as_kept
         self.left_to_experts: set[str] = set()  # weights of single experts for which a stacked placeholder stands
         self.placeholders: dict[str, Tensor] = {}  # of weights that are not read: zeros of their shape, in no memory
@@ -432,7 +464,7 @@ class WeightStream:
         if self._as_kept or (not self._copies and found.dtype == dtype):
             return found
         place = self._place(name, found.shape, dtype)
-        send(found, place)
+        send(found, place, self._read)
         return place
 
     def leave(self, name: str, stored: StoredWeight, dtype: torch.dtype) -> None:
@@ -477,11 +509,12 @@ class _Unread:
         return self._stream.whole(self._name, dtype)
 
 
-def send(found: Tensor, place: Tensor) -> None:
-    """Copy piece by piece, releasing the pages of each piece after it is copied."""
+def send(found: Tensor, place: Tensor, read: ReadTensors | None = None) -> None:
+    """Copy piece by piece, releasing the pages of each piece after it is copied. `read`: releases those of tensors of
+    one piece."""
     if found.dim() == 0 or found.nbytes <= PIECE:
         place.copy_(found)
-        let_go(found)
+        (let_go if read is None else read.add)(found)
         return
     rows = max(1, PIECE * len(found) // found.nbytes)
     for piece, there in zip(torch.split(found, rows), torch.split(place, rows), strict=True):
