@@ -30,10 +30,23 @@ def loras(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[st
 
 
 @pytest.fixture(scope="module")
-def served(checkpoint: Path, loras: dict[str, Path]) -> Iterator[Live]:
+def lora_folder(loras: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the server loads LoRAs from: it has `sql`."""
+    folder = tmp_path_factory.mktemp("loadable")
+    shutil.copytree(loras["sql"], folder / "sql")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def served(
+    checkpoint: Path, loras: dict[str, Path], lora_folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Live]:
+    keys = tmp_path_factory.mktemp("keys") / "keys"
+    keys.write_text("ops-key name=ops operator=yes\n")
     flags = [word for name, folder in loras.items() for word in ("--lora", f"{name}={folder}")]
+    flags += ["--lora-folder", str(lora_folder), "--api-key-file", str(keys)]
     model = ["--model", str(checkpoint), "--served-model-name", "base", "--num-threads", "1", "--num-blocks", "512"]
-    with ServerProcess([*model, *FLAGS, *flags]) as server, closing(Live(server)) as ready:
+    with ServerProcess([*model, *FLAGS, *flags]) as server, closing(Live(server, "ops-key")) as ready:
         yield ready
 
 
@@ -116,40 +129,29 @@ def test_a_folder_that_is_none_is_said_before_anything_starts(serve: Serve, tmp_
         pass
 
 
-@pytest.fixture
-def loading(checkpoint: Path, loras: dict[str, Path], tmp_path: Path) -> Iterator[Live]:
-    """A server that loads LoRAs from below tmp_path/loras, which has `sql`."""
-    shutil.copytree(loras["sql"], tmp_path / "loras/sql")
-    (tmp_path / "keys").write_text("ops-key name=ops operator=yes\n")
-    flags = ["--model", str(checkpoint), "--num-threads", "1", "--num-blocks", "512", *FLAGS]
-    flags += ["--lora-folder", str(tmp_path / "loras"), "--api-key-file", str(tmp_path / "keys")]
-    with ServerProcess(flags) as server, closing(Live(server, "ops-key")) as ready:
-        yield ready
-
-
 def load(live: Live, **fields: object) -> None:
     answer = live.http.post("/v1/load_lora_adapter", json={"lora_name": "it", "lora_path": "sql", **fields})
     assert (answer.status_code, answer.text) == (200, "Success: LoRA adapter 'it' added successfully.")
 
 
 def test_a_request_ends_on_the_weights_that_it_began_with_though_they_are_loaded_anew_and_its_worker_dies(
-    loading: Live, loras: dict[str, Path], tmp_path: Path
+    served: Live, loras: dict[str, Path], lora_folder: Path
 ) -> None:
     wanted = {"prompt": PROMPT, "model": "it", "max_tokens": 300, "temperature": 0.9, "seed": 9}
-    load(loading)
-    before = loading.complete(**wanted)["choices"][0]["text"]
+    load(served)
+    before = served.complete(**wanted)["choices"][0]["text"]
     pieces = []
-    for number, event in enumerate(loading.stream(**wanted)):
+    for number, event in enumerate(served.stream(**wanted)):
         pieces.append(event["choices"][0]["text"])
         if number == 3:
-            shutil.copytree(loras["law"], tmp_path / "loras/sql", dirs_exist_ok=True)
-            load(loading, load_inplace=True)
-            os.kill(loading.wait_worker(), signal.SIGKILL)
+            shutil.copytree(loras["law"], lora_folder / "sql", dirs_exist_ok=True)
+            load(served, load_inplace=True)
+            os.kill(served.wait_worker(), signal.SIGKILL)
     assert "".join(pieces) == before
-    after = loading.complete(**wanted)
+    after = served.complete(**wanted)
     assert after["choices"][0]["text"] != before
-    assert loading.get("/info")["loras"] == {"it": hash_lora(loras["law"])}
-    answer = loading.http.post("/v1/unload_lora_adapter", json={"lora_name": "it"})
+    assert served.get("/info")["loras"]["it"] == hash_lora(loras["law"])
+    answer = served.http.post("/v1/unload_lora_adapter", json={"lora_name": "it"})
     assert answer.text == "Success: LoRA adapter 'it' removed successfully."
-    assert loading.http.post("/v1/completions", json={"model": "it", "prompt": "x"}).status_code == 404
-    loading.wait_idle()
+    assert served.http.post("/v1/completions", json={"model": "it", "prompt": "x"}).status_code == 404
+    served.wait_idle()
