@@ -34,7 +34,7 @@ def _wrong(x):
 
 TUNED = (
     Tuned(_square, {"x": "*bf16", "out": "*fp32"}, {"N": 32, "ROUNDS": 8}),
-    Tuned(_square, {"x": "*bf16", "out": "*fp32"}, {"N": 256, "ROUNDS": 8}, num_warps=8, num_stages=3),
+    Tuned(_square, {"x": "*fp32", "out": "*fp32"}, {"N": 128, "ROUNDS": 8}, num_warps=8, num_stages=3),
     Tuned(_wrong, {"x": "*fp32"}),
 )
 """
@@ -80,7 +80,7 @@ def test_a_kernel_that_does_not_fit_or_does_not_compile_is_named_and_the_others_
     assert done.returncode == 1
     fits, too_much, wrong = sorted(report(out), key=lambda one: (one["error"] is not None, one["kernel"]))
     assert fits["shared_bytes"] > 0
-    assert too_much["kernel"] == "_square(bf16, fp32)[N=256, ROUNDS=8]"
+    assert too_much["kernel"] == "_square(fp32)[N=128, ROUNDS=8]"
     assert "bytes of shared memory; a block may have 166912. Take smaller tiles" in too_much["error"]
     assert "there_is_no_such_name" in wrong["error"]
     assert too_much["kernel"] in done.stderr

@@ -40,6 +40,7 @@ from space_model.networks.tensor_parallel import FAMILIES as SHARED_AMONG_RANKS
 from space_model.space_model import SpaceModel
 from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoModelForMultimodalLM, PreTrainedConfig
+from transformers.initialization import no_init_weights
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
@@ -198,7 +199,7 @@ def write_tiny(model_type: str, folder: Path) -> None:
     """Write a random model of the family: unit gain per layer, with biases and norms large enough to matter."""
     config = tiny_config(model_type)
     auto = _auto_class(model_type)
-    with torch.device("meta"):
+    with torch.device("meta"), no_init_weights():
         count = sum(weight.numel() for weight in auto.from_config(config).parameters())
     if count > MOST_WEIGHTS:
         raise ValueError(f"its smallest model here has {count / 1e6:.0f} million weights")

@@ -491,7 +491,9 @@ def assert_no_alarm(seeds: range, form: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_rounding_is_no_alarm(form: str, tmp_path: Path) -> None:
-    assert_no_alarm(range(200, 216), form, tmp_path)
+    """In a dtype alone other tests of this file load every family, too: every second model is enough there."""
+    is_dtype = form in ("float32", "bfloat16", "float16")
+    assert_no_alarm(range(200, 216, 2 if is_dtype else 1), form, tmp_path)
 
 
 @pytest.mark.slow
