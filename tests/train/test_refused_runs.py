@@ -1,6 +1,7 @@
 """A command that is refused leaves the run in its folder as it was, and what is worth refusing is refused first."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,14 @@ def test_texts_of_another_command_in_the_file_are_not_part_of_a_run(base: Path, 
     assert train(base, cat, out, OWN + " --steps 4") == 0
 
 
+@pytest.fixture(scope="module")
+def finished(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the data and the run of a command; to be copied."""
+    folder: Path = tmp_path_factory.mktemp("finished")
+    assert train(base, chats(folder / "cat.jsonl", "cat"), folder / "out") == 0
+    return folder
+
+
 @pytest.mark.parametrize(
     ("data", "flags"),
     [
@@ -98,9 +107,9 @@ def test_texts_of_another_command_in_the_file_are_not_part_of_a_run(base: Path, 
         ("cat", "--rows-per-step 3 --accumulate 2"),
     ],
 )
-def test_a_refused_restart_forgets_nothing(data: str, flags: str, base: Path, tmp_path: Path) -> None:
+def test_a_refused_restart_forgets_nothing(data: str, flags: str, base: Path, finished: Path, tmp_path: Path) -> None:
+    shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
     out = tmp_path / "out"
-    assert train(base, chats(tmp_path / "cat.jsonl", "cat"), out) == 0
     before = files_of(out)
     (tmp_path / ".jsonl").write_text("")
     assert train(base, tmp_path / f"{data}.jsonl", out, f"{flags} --restart") == 2
