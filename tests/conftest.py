@@ -41,6 +41,7 @@ _TOGETHER = (
     "tests/exactness/",
     "tests/house/test_",
     "tests/model/test_family_sweep.py",
+    "tests/perf/test_measurements.py",
     "tests/real/",
     "tests/server/drafts/test_eagle.py",
     "tests/server/machine/test_loaded_bytes.py",

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Coroutine
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
@@ -108,11 +108,27 @@ def test_all_ways_of_drafting_answer_the_same_prompts(tmp_path: Path, capsys: py
     assert not masks["drafted"].get("lookup")
 
 
-def test_the_folder_is_a_program_from_any_working_folder(tmp_path: Path) -> None:
-    words = [sys.executable, str(Path(__file__).parent), "memory", "--models", "1b", "--out", str(tmp_path)]
-    ran = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert "| 1B | SPACE | 2.3 GiB |" in ran.stdout
-    assert (tmp_path / "memory.md").read_text(encoding="utf-8") == ran.stdout
+@dataclass(frozen=True)
+class Ran:
+    """The program, run in a folder of its own, to which it also wrote."""
+
+    folder: Path
+    result: subprocess.CompletedProcess[str]
+
+
+@pytest.fixture(scope="module")
+def host_time(tmp_path_factory: pytest.TempPathFactory) -> Ran:
+    folder = tmp_path_factory.mktemp("host_time")
+    words = ["host-time", "--batches", "1", "--drafts", "0", "--steps", "2", "--rounds", "1", "--out", str(folder)]
+    command = [sys.executable, str(Path(__file__).parent), *words]
+    return Ran(folder, subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False))
+
+
+def test_the_folder_is_a_program_from_any_working_folder(host_time: Ran) -> None:
+    ran = host_time.result
+    assert ran.returncode == 0, ran.stderr
+    assert "| 1 |" in ran.stdout
+    assert (host_time.folder / "host-time.md").read_text(encoding="utf-8") == ran.stdout
 
 
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="affinity, RLIMIT_DATA and /proc")
@@ -256,13 +272,9 @@ def test_masks_that_a_model_lacks_are_refused_in_one_line(capsys: pytest.Capture
     assert "demo has 5 masks; full(9,9) needs more" in capsys.readouterr().err
 
 
-def test_the_command_ends_without_lists_of_what_is_left() -> None:
-    words = ["host-time", "--batches", "1", "--drafts", "0", "--steps", "2", "--rounds", "1"]
-    ran = subprocess.run(
-        [sys.executable, str(Path(__file__).parent), *words], capture_output=True, text=True, check=False
-    )
-    assert ran.returncode == 0, ran.stderr
-    assert "leaked" not in ran.stderr
+def test_the_command_ends_without_lists_of_what_is_left(host_time: Ran) -> None:
+    assert host_time.result.returncode == 0, host_time.result.stderr
+    assert "leaked" not in host_time.result.stderr
 
 
 def test_a_small_measurement(
