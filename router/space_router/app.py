@@ -28,8 +28,13 @@ _INSTEAD = {
 
 
 def _allowed(routes: Iterable[BaseRoute], request: Request) -> str:
-    """Return the methods of all routes at this path, as an `Allow` header."""
-    here = (r for r in routes if isinstance(r, Route) and r.matches(request.scope)[0] is not Match.NONE)
+    """Return the methods of all routes at this path, as an `Allow` header.
+
+    A route of exactly this path comes before one that has a parameter there, as in OpenAPI: `input_tokens` is no
+    response's id.
+    """
+    here = [r for r in routes if isinstance(r, Route) and r.matches(request.scope)[0] is not Match.NONE]
+    here = [route for route in here if route.path == request.scope["path"]] or here
     return ", ".join(sorted({method for route in here for method in route.methods or ()}))
 
 

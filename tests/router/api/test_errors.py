@@ -293,6 +293,8 @@ async def test_a_request_that_fails_alone_is_a_500_and_tgis_424(start: Start) ->
         ("GET", "/generate", {"POST"}),
         ("PATCH", "/", {"GET", "POST"}),
         ("DELETE", "/metrics", {"GET"}),
+        ("OPTIONS", "/v1/responses/input_tokens", {"POST"}),
+        ("OPTIONS", "/v1/responses/resp_1", {"GET", "DELETE"}),
     ],
 )
 async def test_another_method_is_a_405_that_names_the_right_ones(
