@@ -193,6 +193,7 @@ def in_a_bad_place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[InBadPl
         yield InBadPlace(server, marker)
 
 
+@pytest.mark.e2e
 def test_a_server_that_cannot_fetch_the_default_model_serves_demo_and_says_so(in_a_bad_place: InBadPlace) -> None:
     server = in_a_bad_place.server
     warned = [line for line in server.lines if "demo is served in place of smollm2" in line]
