@@ -33,12 +33,13 @@ SURPRISE = 1.1
 known place never does: on a noisy machine every tenth step is off by a quarter."""
 
 SMOOTHNESS = 0.1  # penalty on bends in the fit, relative to the points: without measurements the cost stays linear
-FEW_KEYS = 0.2
-"""Penalty on a cost of keys, relative to the points: where all points have one context, keys grow with sequences and
-rows, and the fit must take time for theirs. Otherwise longer contexts would cost many times too much."""
+BESIDE_ROWS = 0.2
+"""Penalty on what a chain row costs more than another row, on what a drafting sequence costs, and on the cost of keys,
+relative to the points: where few steps were measured, all of them grow with the rows, and the fit must take time for
+that of rows. Otherwise a draft, or a longer context, would cost many times too much."""
 
-KEY_PARTS = (3 + len(CROWDS), 4 + len(CROWDS))
-"""Numbers of the parts of keys in `_parts`: read by each sequence, and by each row."""
+PARTS_BESIDE_ROWS = range(1 + len(CROWDS), 5 + len(CROWDS))
+"""Their numbers in `_parts`: chain rows, drafting sequences, keys read by each sequence, and by each row."""
 
 LEAK = 0.002  # share of a place's correction forgotten at each of its steps, so that common errors move to the drift
 NEAR, CAUTION = 3, 0.02
@@ -179,11 +180,11 @@ class StepCost:
         seconds = np.array([seconds for _, seconds in points])
         rows = np.array([shape.num_rows for shape, _ in points])
         smooth = _bends(len(parts[0])) * (SMOOTHNESS * np.median(rows / seconds))
-        few_keys = np.zeros((len(KEY_PARTS), len(parts[0])))
-        for number, part in enumerate(KEY_PARTS):
-            few_keys[number, part] = FEW_KEYS * float(np.max(parts[:, part] / seconds))
-        wanted = np.concatenate((np.ones(len(points)), np.zeros(len(smooth) + len(few_keys))))
-        cost = cls(_least_squares(np.vstack((parts / seconds[:, None], smooth, few_keys)), wanted))
+        beside = np.zeros((len(PARTS_BESIDE_ROWS), len(parts[0])))
+        for number, part in enumerate(PARTS_BESIDE_ROWS):
+            beside[number, part] = BESIDE_ROWS * float(np.max(parts[:, part] / seconds))
+        wanted = np.concatenate((np.ones(len(points)), np.zeros(len(smooth) + len(beside))))
+        cost = cls(_least_squares(np.vstack((parts / seconds[:, None], smooth, beside)), wanted))
         beyond: dict[Place, list[float]] = {}
         for shape, taken in points:
             error = math.log(taken / cost._base(shape))

@@ -256,3 +256,17 @@ def test_longer_contexts_than_were_measured_do_not_cost_what_rows_cost() -> None
     for shape, seconds in points:
         later = shape._replace(num_context=11 * shape.num_context)
         assert seconds < 1.01 * cost.seconds(later) < 1.25 * seconds
+
+
+def test_few_points_do_not_make_drafts_dear_that_no_mask_made() -> None:
+    """Of a plain step, one with 3 chain rows and 6 masks, and a prompt: rows were long taken for cheap, and the time of
+    the second for that of its chain rows, so that a draft seemed to cost more than a plain step."""
+    points = [
+        (StepShape(1, 1, 0, 0, 0, 0, context), seconds)
+        for context, seconds in ((76, 0.000605), (80, 0.000594), (78, 0.000569))
+    ]
+    points += [(StepShape(1, 3, 6, 1, 0, 0, 66), 0.00256), (StepShape(1, 1, 0, 0, 127), 0.0173)]
+    cost = StepCost.from_points(points)
+    for shape, seconds in points:
+        assert cost.seconds(shape) == pytest.approx(seconds, rel=0.05)
+    assert cost.seconds(StepShape(1, 9, num_context=66)) < 1.1 * cost.seconds(points[3][0])

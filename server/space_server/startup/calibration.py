@@ -143,7 +143,7 @@ class Calibration:
     @property
     def why_unsure(self) -> str | None:
         """Why later starts should not rely on this; None: they may."""
-        num_shapes = len({shape for shape, _ in self.points})
+        num_shapes = num_different(self.points)
         if self.spread is None:
             return f"steps are too slow to be measured {NUM_PASSES} times in --calibration-seconds"
         if self.spread > AGREE:
@@ -613,9 +613,14 @@ def kept_points(found: object) -> list[Point]:
         raise error if isinstance(error, BadCostFile) else BadCostFile("its points are no numbers") from None
     if any(min(shape) < 0 or not shape.num_rows or not _is_time(seconds) for shape, seconds in points):
         raise BadCostFile("some of its points are no times of steps")
-    if (num_shapes := len({shape for shape, _ in points})) < FEWEST:
+    if (num_shapes := num_different(points)) < FEWEST:
         raise BadCostFile(f"it holds {num_shapes} different steps; it takes {FEWEST}")
     return points
+
+
+def num_different(points: Sequence[Point]) -> int:
+    """Count the different steps, whatever their contexts: steps of one case differ in those by a few ids."""
+    return len({shape._replace(num_context=0) for shape, _ in points})
 
 
 def _is_time(value: Any) -> bool:

@@ -318,6 +318,8 @@ def test_few_steps_are_not_relied_on() -> None:
     points = [(StepShape.plain(n), 0.1) for n in range(1, FEWEST)]
     passes = {str(PLAIN_STEP): [0.1, 0.1, 0.1]}
     assert f"{FEWEST - 1} different steps" in str(Calibration(points * 2, passes, 3.0).why_unsure)
+    points += [(StepShape.plain(1, context), 0.1) for context in (76, 78)]
+    assert f"{FEWEST - 1} different steps" in str(Calibration(points, passes, 3.0).why_unsure)
     assert Calibration([*points, (StepShape.plain(9), 0.1)], passes, 3.0).why_unsure is None
 
 
