@@ -31,7 +31,7 @@ from space_model.checkpoint.stored_weight import StoredExperts, StoredWeight
 from space_model.model_error import CheckpointNotFound, UnsupportedModel
 
 SMALL = 1 << 15  # tensors of fewer bytes are not worth releasing
-RELEASED_AT_ONCE = 4 << 20  # bytes of tensors whose pages are released together
+RELEASED_AT_ONCE = 4 << 20  # bytes that ReadTensors collects before it releases their pages
 SUFFIXES = (".safetensors", ".gguf")
 
 
