@@ -13,13 +13,14 @@ constexpr int64_t FEW = 3;      // up to this many query rows keys and values ar
 
 // Query rows processed together, so that a column is loaded once for all of them; and the format of columns: the
 // smaller one if they are loaded repeatedly.
-#if defined(__AVX512F__)
+#if defined(__x86_64__)
 constexpr int ABREAST = 4;
 using Held = Laid;
 #else
 constexpr int ABREAST = 1;
 using Held = bf16;
 #endif
+constexpr int SUMS = VECTORS == 2 ? 12 : 16;  // registers for sums: half of them, with AVX2 more
 
 constexpr float FLOOR = -1e30f;  // smallest running maximum: e^(FLOOR - score) is 0
 
@@ -84,6 +85,38 @@ void turn(const bf16* const* from, int64_t at, int64_t count, Held* to) {
     }
 }
 constexpr int64_t TURNED = 32;  // elements of a key transposed at once
+#elif defined(__AVX2__)
+// Writes a half of a column, for `multiplied`.
+void lay_half(__m256i a, Held* to) {
+    _mm256_storeu_ps(to, seconds8(a));
+    _mm256_storeu_ps(to + LANES, firsts8(a));
+}
+// Transposes eight pairs of each of up to eight keys to halves of columns.
+void turn_half(const bf16* const* from, int64_t at, int64_t count, Held* to) {
+    __m256i r[8], t[8];
+    for (int i = 0; i < 8; ++i)
+        r[i] = i < count ? _mm256_loadu_si256((const __m256i*)(from[i] + at)) : _mm256_setzero_si256();
+    for (int i = 0; i < 4; ++i) {
+        t[2 * i] = _mm256_unpacklo_epi32(r[2 * i], r[2 * i + 1]);
+        t[2 * i + 1] = _mm256_unpackhi_epi32(r[2 * i], r[2 * i + 1]);
+    }
+    for (int i = 0; i < 2; ++i) {
+        r[4 * i] = _mm256_unpacklo_epi64(t[4 * i], t[4 * i + 2]);
+        r[4 * i + 1] = _mm256_unpackhi_epi64(t[4 * i], t[4 * i + 2]);
+        r[4 * i + 2] = _mm256_unpacklo_epi64(t[4 * i + 1], t[4 * i + 3]);
+        r[4 * i + 3] = _mm256_unpackhi_epi64(t[4 * i + 1], t[4 * i + 3]);
+    }
+    for (int i = 0; i < 4; ++i) {
+        lay_half(_mm256_permute2x128_si256(r[i], r[i + 4], 0x20), to + 32 * i);
+        lay_half(_mm256_permute2x128_si256(r[i], r[i + 4], 0x31), to + 32 * (i + 4));
+    }
+}
+// The same of up to sixteen keys: columns.
+void turn(const bf16* const* from, int64_t at, int64_t count, Held* to) {
+    turn_half(from, at, count, to);
+    turn_half(from + 8, at, count - 8, to + LANES / 2);
+}
+constexpr int64_t TURNED = 16;
 #endif
 
 // Repacks keys so that sixteen form one column.
@@ -92,7 +125,7 @@ void lay_out_keys(Block& block, int64_t dim) {
         Held* to = block.keys + first * dim;
         const int64_t left = block.count - first;
         int64_t at = 0;
-#if defined(__AVX512F__)
+#if defined(__AVX2__)
         for (; at + TURNED <= dim; at += TURNED) turn(block.key + first, at, left, to + at * LANES);
 #endif
         bf16 pair[2 * LANES] = {};
@@ -131,20 +164,25 @@ void score_beside(const Held* keys, const State* const* state, int64_t dim, Lane
         for (int64_t i = 0; i < 4; ++i)
 #pragma GCC unroll 4
             for (int s = 0; s < COUNT; ++s) sum[i][s] = zeros();
-        for (int64_t from = 8 * n; from < dim; from += 2 * LANES)
+        const auto multiply = [&](int64_t i, int64_t d) __attribute__((always_inline)) {
+            const Column one = column<0>(keys + d * LANES);
 #pragma GCC unroll 4
-            for (int64_t i = 0; i < 4; ++i) {
-                const int64_t d = from + 2 * i;
-                const Column one = column<0>(keys + d * LANES);
+            for (int s = 0; s < COUNT; ++s) sum[i][s] = multiplied(sum[i][s], one, number<0>(state[s]->laid + d));
+            if constexpr (PARTS == 2) {
+                const Column other = column<PARTS - 1>(keys + d * LANES);
 #pragma GCC unroll 4
-                for (int s = 0; s < COUNT; ++s) sum[i][s] = multiplied(sum[i][s], one, number<0>(state[s]->laid + d));
-                if constexpr (PARTS == 2) {
-                    const Column other = column<PARTS - 1>(keys + d * LANES);
-#pragma GCC unroll 4
-                    for (int s = 0; s < COUNT; ++s)
-                        sum[i][s] = multiplied(sum[i][s], other, number<PARTS - 1>(state[s]->laid + d));
-                }
+                for (int s = 0; s < COUNT; ++s)
+                    sum[i][s] = multiplied(sum[i][s], other, number<PARTS - 1>(state[s]->laid + d));
             }
+        };
+        if (4 * VECTORS * COUNT <= SUMS)
+            for (int64_t from = 8 * n; from < dim; from += 2 * LANES)
+#pragma GCC unroll 4
+                for (int64_t i = 0; i < 4; ++i) multiply(i, from + 2 * i);
+        else
+#pragma GCC unroll 4
+            for (int64_t i = 0; i < 4; ++i)
+                for (int64_t d = 8 * n + 2 * i; d < dim; d += 2 * LANES) multiply(i, d);
 #pragma GCC unroll 4
         for (int s = 0; s < COUNT; ++s) four[n][s] = add(add(sum[0][s], sum[2][s]), add(sum[1][s], sum[3][s]));
     }
@@ -293,9 +331,14 @@ void join(State* const* state, const Seen* seen, const Block& block, const Atten
         one.peak = peak;
     }
     const int64_t begin = from / 2 * 2;  // a masked partner has weight 0
+    constexpr int WIDTH = 4 * VECTORS * COUNT <= SUMS ? 4 : 2 * VECTORS * COUNT <= SUMS ? 2 : 1;
     int64_t at = 0;
-    for (; at + 4 * LANES <= dim; at += 4 * LANES) weigh<4, COUNT>(state, block, weights, begin, to, shrink, dim, at);
-    for (; at + 2 * LANES <= dim; at += 2 * LANES) weigh<2, COUNT>(state, block, weights, begin, to, shrink, dim, at);
+    if (WIDTH == 4)
+        for (; at + 4 * LANES <= dim; at += 4 * LANES)
+            weigh<4, COUNT>(state, block, weights, begin, to, shrink, dim, at);
+    if (WIDTH >= 2)
+        for (; at + 2 * LANES <= dim; at += 2 * LANES)
+            weigh<2, COUNT>(state, block, weights, begin, to, shrink, dim, at);
     for (; at < dim; at += LANES) weigh<1, COUNT>(state, block, weights, begin, to, shrink, dim, at);
 }
 
