@@ -165,12 +165,19 @@ struct Shorts {  // thirty-two int16: two of each lane
     __m256i low, high;
 };
 
+// A sum that is needed now. GCC 12 would compute all products of a group first, keep them on the stack, and add them up at
+// the end, which takes a third more time.
+template <typename Two>
+static inline Two added_now(Two sum) {
+    asm("" : "+x"(sum.low), "+x"(sum.high));
+    return sum;
+}
 static inline Shorts add(Shorts a, Shorts b) {
-    return {_mm256_add_epi16(a.low, b.low), _mm256_add_epi16(a.high, b.high)};
+    return added_now(Shorts{_mm256_add_epi16(a.low, b.low), _mm256_add_epi16(a.high, b.high)});
 }
 static inline Ints add(Ints sum, Shorts pairs) {
     const __m256i one = _mm256_set1_epi16(1);
-    return add(sum, Ints{_mm256_madd_epi16(pairs.low, one), _mm256_madd_epi16(pairs.high, one)});
+    return added_now(add(sum, Ints{_mm256_madd_epi16(pairs.low, one), _mm256_madd_epi16(pairs.high, one)}));
 }
 static inline Bytes minus_128(Bytes a) {
     const __m256i sign = _mm256_set1_epi8(-128);
