@@ -117,6 +117,7 @@ class ModelFacts:
     rope_switch: int | None = None  # ids beyond which a sequence has other angles (LongRoPE); None: all have the same
     angles_of_window: str = ""  # rotary angles that the served window decides; "": the checkpoint alone does
     num_ranks: int = 1  # ranks that share the model; numbers of heads and bytes of KV cache are per rank
+    is_exact: bool = False  # a row's bits do not depend on the rest of the batch; on a GPU other kernels see to that
 
     @property
     def served_hash(self) -> str:
@@ -133,9 +134,20 @@ class ModelFacts:
     @property
     def instruction_set(self) -> str:
         """Return what computes the products, which decides their last bits: `torch`, a kind of cpu_library.py, or
-        the compute capability of the GPU, such as `sm_90`."""
+        the compute capability of the GPU, such as `sm_90`, with `exact` or without; among how many ranks their sums are
+        divided, such as `avx2, 2 ranks`; and, where results are exact, an attention that is not the kind's own."""
+        parts = [self._processor]
+        if self.is_exact and self.attention not in ("compiled", self._processor):
+            parts.append(f"{self.attention} attention")
+        if self.num_ranks > 1:
+            parts.append(f"{self.num_ranks} ranks")
+        return ", ".join(parts)
+
+    @property
+    def _processor(self) -> str:
         if self.device.type == "cuda":
-            return "sm_{}{}".format(*torch.cuda.get_device_capability(self.device))
+            capability = "sm_{}{}".format(*torch.cuda.get_device_capability(self.device))
+            return f"{capability} exact" if self.is_exact else capability
         scans = any(state is not None and state.shape for state in self.states)  # recurrences are compiled in any dtype
         library = cpu_library() if self.dtype is torch.bfloat16 or scans else None
         return "torch" if library is None else library.kind

@@ -397,7 +397,8 @@ class Engine:
             if not facts.computes_like(other.instruction_set):
                 raise WorkerMismatch(
                     f"A worker computes with {facts.instruction_set}, another with {other.instruction_set}: a text "
-                    "that moves between them could change. Give all the same kind of processor or --cpu-kernels."
+                    "that moves between them could change. Give all the same kind of processor or --cpu-kernels, "
+                    "--attention, --tensor-parallel, and on GPUs --exact."
                 )
 
     def worker_up(self, connection: WorkerConnection) -> None:

@@ -202,7 +202,7 @@ def load_model(
         raise InvalidSetting(
             f"{checkpoint.name} has {what}, which attention {ops.attention!r} does not have: give --attention torch."
         )
-    facts = replace(facts, attention=ops.attention)
+    facts = replace(facts, attention=ops.attention, is_exact=ops.is_exact)
     give_back_freed()  # by reading the tokenizer
     if ranks is not None:
         return assemble_part(model, checkpoint, facts, drafting, ranks, ops)

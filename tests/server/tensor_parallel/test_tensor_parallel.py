@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import NoReturn
@@ -116,6 +116,7 @@ class Said:
 
     texts: dict[tuple[str, str, int], tuple[Outcome, set[int]]] = field(default_factory=dict)
     forced: list[list[int]] = field(default_factory=list)
+    instruction_set: str = ""  # as the worker tells the router
     reason: str = ""  # why the group was lost ...
     seconds: float = 0.0  # ... so long after a rank had been stopped
 
@@ -131,6 +132,7 @@ def said(tiny_path: Path, tiny: SpaceModel) -> Said:
         raise GroupLost(reason)
 
     with pytest.raises(GroupLost), two_ranks(tiny_path, note, WATCHDOG) as lead:  # noqa: PT012
+        said.instruction_set = Worker(lead, num_blocks=64, block_size=4).hello("1").instruction_set
         for name, sampling in SAMPLINGS.items():
             plain = said.texts[name, "plain", 0] = decode(lead, sampling, 0, alone=True)
             for drafts, k in DRAFTS[name]:
@@ -161,6 +163,28 @@ def test_two_ranks_write_what_one_process_writes_up_to_ties(tiny: SpaceModel, sa
         for (tokens, logprobs), (same, theirs) in zip(said.texts[name, "plain", 0][0], wanted_text, strict=True):
             assert tokens == same  # no tie among these
             assert logprobs == pytest.approx(theirs, abs=1e-5)
+
+
+def test_a_worker_says_what_decides_the_last_bits_of_its_text(
+    tiny: SpaceModel, said: Said, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert said.instruction_set == f"{tiny.facts.instruction_set}, 2 ranks"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    gpu = replace(tiny.facts, device=torch.device("cuda"), attention="triton")
+    found = [replace(gpu, is_exact=is_exact, num_ranks=n).instruction_set for is_exact in (False, True) for n in (1, 4)]
+    assert found == [
+        "sm_90",
+        "sm_90, 4 ranks",
+        "sm_90 exact, triton attention",
+        "sm_90 exact, triton attention, 4 ranks",
+    ]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_an_attention_that_is_not_the_processors_own_is_said(dtype: str, tiny_path: Path) -> None:
+    own, other = (load_model(tiny_path, dtype=dtype, attention=name).facts for name in ("auto", "torch"))
+    assert other.instruction_set == f"{own.instruction_set}{', torch attention' * (own.attention == 'compiled')}"
+    assert own.attention == {"bfloat16": "compiled", "float32": "torch"}[dtype]
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
