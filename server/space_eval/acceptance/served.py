@@ -122,8 +122,9 @@ class ServedAcceptance:
     async def connect(cls, options: argparse.Namespace) -> ServedAcceptance:
         """Read the facts of the server at --url. Raises HttpError, or FlagError if it takes no `speculation: k`."""
         endpoint = Endpoint.parse(options.url, read_api_key(options.api_key_file))
-        models = await get_json(endpoint, "/v1/models")
-        return cls(endpoint, options, await get_json(endpoint, "/info"), str(models["data"][0]["id"]))
+        if (info := await get_json(endpoint, "/info")).get("model_sha") is None:
+            raise HttpError(f"{options.url} is not ready: it does not know its model yet.")
+        return cls(endpoint, options, info, str((await get_json(endpoint, "/v1/models"))["data"][0]["id"]))
 
     async def measure(self, conversations: Sequence[Conversation]) -> list[ServedAnswer]:
         """Answer every turn of every conversation with every setting, `--at-once` conversations at a time. Answers in

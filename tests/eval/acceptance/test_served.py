@@ -2,7 +2,12 @@
 
 import random
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
+import pytest
+from space_eval.__main__ import main
+from space_eval.acceptance import served
 from space_eval.acceptance.served import COLUMNS, ServedAnswer, ServedRow
 from space_eval.report import bootstrap, columns_table, ratio_of_sums
 
@@ -36,3 +41,16 @@ def test_what_was_not_counted_is_a_dash() -> None:
     loop = [7] * 25
     rows = [ServedRow.of([ServedAnswer(0.0, 0, 0, 0, tuple(loop), "", 24, 24, 0, 0, 1.0)] * 2, [])]
     assert "| – (–––) | 100% | – |" in columns_table(COLUMNS, rows)
+
+
+def test_a_server_that_does_not_know_its_model_yet_is_not_said_to_have_no_masks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def get_json(_: object, path: str) -> dict[str, Any]:
+        return {"/info": {"model_sha": None, "speculation": None}, "/v1/models": {"data": [{"id": "m"}]}}[path]
+
+    monkeypatch.setattr(served, "get_json", get_json)
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "a"}\n', encoding="utf-8")
+    assert main(["acceptance", "--url", "http://127.0.0.1:1", "--prompts", str(prompts)])
+    assert "http://127.0.0.1:1 is not ready" in capsys.readouterr().err
