@@ -21,6 +21,8 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
+from space_model.kept_structure import keep_structure
+
 _COMPILER = "torch._dynamo"
 _MARKS = frozenset({"disable", "assume_constant_result", "allow_in_graph"})
 _INDEXING, _INDEX_CLASS = "torch._dynamo._trace_wrapped_higher_order_op", "TransformGetItemToIndex"
@@ -132,6 +134,7 @@ def _leave() -> None:
         sys.meta_path.remove(_submodules)
 
 
+keep_structure()
 with without_compiler():
     for _name in _MODULES:
         importlib.import_module(_name)

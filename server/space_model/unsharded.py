@@ -1,7 +1,8 @@
 """transformers without its own sharding over processes, for a process that shards its models itself or not at all."""
 
 import torch.distributed
-from transformers.utils import import_utils
+
+from space_model.kept_structure import keep_structure
 
 
 def do_without_sharding() -> None:
@@ -10,6 +11,9 @@ def do_without_sharding() -> None:
     Otherwise its models import torch's DTensor and FSDP, and these import sympy: two seconds of a worker's start. Call
     it before anything imports transformers' models. `torch.distributed.is_available` itself is left as it was.
     """
+    keep_structure()
+    from transformers.utils import import_utils
+
     really = torch.distributed.is_available
     torch.distributed.is_available = lambda: False
     try:

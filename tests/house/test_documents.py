@@ -293,6 +293,7 @@ KEPT = {
     "server/space_server/__main__.py": "step-cost-MODEL-HASH.json",
     "proto/space_common/gguf/view.py": "`gguf`",
     "proto/space_common/tokenizer/tokenizer_files.py": "tokenizers`",
+    "server/space_model/kept_structure.py": "spaceserve/transformers`",
     "kernels/space_kernels/build/cpu_library.py": "compiled operations of CPUs",
     "router/space_router/response_store.py": "--response-store",
 }

@@ -21,6 +21,8 @@ print(*sorted(heavy & sys.modules.keys()), "loaded")
 import torch
 assert torch.distributed.is_available()
 from transformers.masking_utils import TransformGetItemToIndex
+from transformers.utils import import_utils
+print(type(import_utils.__loader__).__name__, hasattr(import_utils.define_import_structure, "__wrapped__"))
 print(torch.compiler.disable(lambda: "marked")(), type(TransformGetItemToIndex()).__name__, torch._dynamo.__file__)
 """
 
@@ -66,8 +68,9 @@ def run(code: str, folder: Path | None = None) -> list[str]:
 
 
 def test_a_worker_loads_its_model_without_the_compiler_and_who_asks_for_it_then_has_the_real_one() -> None:
-    loaded, marked = run(LOADS)
+    loaded, structure, marked = run(LOADS)
     assert loaded == "loaded"
+    assert structure == "SourceFileLoader True"  # its table of models comes from the cache
     assert marked.startswith("marked TransformGetItemToIndex ")
     assert marked.endswith("__init__.py")
 
