@@ -31,6 +31,7 @@ from space_model.checkpoint.stored_weight import StoredExperts, StoredWeight
 from space_model.model_error import CheckpointNotFound, UnsupportedModel
 
 SMALL = 1 << 15  # tensors of fewer bytes are not worth releasing
+FEW = 1 << 17  # nor are all of a call, if they have fewer bytes than this together
 RELEASED_AT_ONCE = 4 << 20  # bytes that ReadTensors collects before it releases their pages
 SUFFIXES = (".safetensors", ".gguf")
 
@@ -86,9 +87,10 @@ def give_back(files: Collection[Path] | None = None) -> int:
 
 def let_go(*tensors: Tensor) -> None:
     """Release the pages under these tensors where they are views of a mapped weight file: they were copied or packed. A
-    later access reads them from disk again. Other tensors are left alone."""
+    later access reads them from disk again. Other tensors are left alone, and so are a few bytes: each call looks at
+    what is mapped, which takes a millisecond or more."""
     spans = [] if sys.platform != "linux" else [span for one in tensors if (span := _span(one)) is not None]
-    if not spans:
+    if sum(end - start for start, end in spans) < FEW:
         return
     weights = list(_maps_of_weights())
     for start, end in spans:
@@ -102,8 +104,7 @@ def let_go(*tensors: Tensor) -> None:
 
 
 class ReadTensors:
-    """Collects tensors that were read, and releases their pages a few MiB at once: each look at what is mapped takes a
-    millisecond. Threads may share one."""
+    """Collects tensors that were read, and releases their pages a few MiB at once. Threads may share one."""
 
     def __init__(self) -> None:
         self._tensors: list[Tensor] = []
