@@ -86,10 +86,10 @@ class ServeConfig:
     and where that fails and no model was named, `demo` is served), `demo` (a tiny Python-code model that needs no
     network), a folder with config.json, tokenizer.json and safetensors, a GGUF file, or a Hugging Face id (OWNER/NAME,
     or OWNER/NAME:FILE.gguf)"""
-    served_model_name: tuple[str, ...] = _model((), words("NAME[,NAME...][,*]"))
-    """names clients use in `model`, separated by commas, the first in what the server says of itself; * takes every
-    name that is no adapter's or LoRA's, as coding agents with a fixed model name need. Default: the last part of
-    --model, without .gguf; of RUN/model, which training writes, RUN"""
+    served_model_name: tuple[str, ...] = _model((), words("NAME[,NAME...][,*]"), repeatable=True)
+    """names clients use in `model`, repeatable, or separated by commas, the first in what the server says of itself; *
+    takes every name that is no adapter's or LoRA's, as coding agents with a fixed model name need. Default: the last
+    part of --model, without .gguf; of RUN/model, which training writes, RUN"""
     embedding_model: str | None = _model(None, text("PATH|HF_ID"))
     """an encoder, or a cross-encoder, beside the model: /v1/embeddings, /v1/rerank and /v1/score ask it, by the last
     part of its name. A folder or a Hugging Face id with safetensors and tokenizer.json, as sentence-transformers saves
@@ -271,9 +271,9 @@ class ServeConfig:
     in an SQLite file, which survives restarts; without it nothing is stored. A request with `store` false is never"""
     response_store_size: int = _http(256 * 1024**2, SIZE)
     """most bytes in --response-store, compressed; beyond it those that were not used for longest are dropped"""
-    cors_origins: tuple[str, ...] = _http((), words("ORIGIN[,ORIGIN...]|*"))
-    """web pages that may ask from a browser, as SCHEME://HOST[:PORT] separated by commas, or * for all; by default only
-    the page that this server serves itself may"""
+    cors_origins: tuple[str, ...] = _http((), words("ORIGIN[,ORIGIN...]|*"), repeatable=True)
+    """web pages that may ask from a browser, as SCHEME://HOST[:PORT], repeatable, or separated by commas, or * for
+    all; by default only the page that this server serves itself may"""
     drain_timeout: float = _http(30.0, seconds(0))
     """seconds that running requests have to finish after SIGTERM; the default is Kubernetes' own grace period"""
     speculation: str = _speculation("auto", SPECULATION)
@@ -312,9 +312,9 @@ class ServeConfig:
     has read the last, as a CUDA graph (device) or kernel by kernel (eager), or on the host; auto is device on a GPU and
     host on a CPU. Prompts and grammars are stepped from the host, and of several adapters all but one. The text is the
     same with each"""
-    space_mask_ids: tuple[int, ...] = _own_speculation((), IDS)
+    space_mask_ids: tuple[int, ...] = _own_speculation((), IDS, repeatable=True)
     """mask token ids of a SPACE checkpoint whose config.json does not say: one shared id, or one per position,
-    separated by commas"""
+    repeatable, or separated by commas"""
     space_num_masks: int | None = _own_speculation(None, whole(1, 16, "K"))
     """masks per group (k) that go with one shared --space-mask-ids"""
     synthetic_acceptance: str | None = _own_speculation(None, CHANCES)
@@ -350,8 +350,9 @@ class ServeConfig:
     than GPUs, some share one and need a --kv-memory that fits. On a CPU auto is 1, which uses all cores best"""
     tensor_parallel: int = _own_process(1, whole(1, 64, "PROCESSES"))
     """processes, one per GPU, that share each worker's model: its heads, MLP columns and vocabulary (Llama family)"""
-    worker_address: tuple[str, ...] = _process((), words("ADDRESS[,ADDRESS...]"))
-    """addresses of running workers (unix:PATH or HOST:PORT, separated by commas) to use instead of starting any"""
+    worker_address: tuple[str, ...] = _process((), words("ADDRESS[,ADDRESS...]"), repeatable=True)
+    """addresses of running workers (unix:PATH or HOST:PORT; repeatable, or separated by commas) to use instead of
+    starting any"""
     worker_start_timeout: float = _own_process(600.0, seconds(1))
     """seconds a worker may take to read its weights and listen; large models on slow disks take minutes"""
     worker_timeout: float = _process(30.0, seconds(2))

@@ -91,7 +91,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     add = parser.add_argument_group("what").add_argument
     add("--model", required=True, help="folder, GGUF file or hub id of the model; smollm2 or demo")
-    add("--data", nargs="+", help="file, folder or dataset id; several are put together")
+    add("--data", nargs="+", action="extend", help="file, folder or dataset id; several are put together")
     add(
         "--own-data",
         nargs="?",
@@ -105,6 +105,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--decontaminate",
         type=Path,
         nargs="+",
+        action="extend",
         metavar="FILE",
         help="prompts of an evaluation, JSON lines or text: no text that shares 13 words in a row with them is trained "
         "on",
@@ -132,7 +133,13 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
     add = parser.add_argument_group("rows").add_argument
     add("--num-masks", type=int, help=f"mask tokens k: most drafts a step can have (default: {own.num_masks})")
-    add("--mask-ids", type=int, nargs="+", help="ids for them, one or k (default: spare ids, else new ones)")
+    add(
+        "--mask-ids",
+        type=int,
+        nargs="+",
+        action="extend",
+        help="ids for them, one or k (default: spare ids, else new ones)",
+    )
     add("--shared-mask-id", action="store_true", default=None, help="one id for all masks, as published")
     add("--length", type=int, help=f"ids of one row (default: {own.length})")
     add(

@@ -120,6 +120,22 @@ def test_adapters_come_from_one_flag_several_times_or_from_one_variable(monkeypa
     assert build({}, {"SPACESERVE_ADAPTER": "code=/a=b, team/prose=c"}).adapter == found[0].adapter
 
 
+def test_names_origins_and_workers_of_a_repeated_flag_are_all_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[ServeConfig] = []
+    monkeypatch.setattr(cli, "_serve", lambda config: found.append(config) or 0)
+    flags = {
+        "--worker-address": ("a:1", "b:2"),
+        "--served-model-name": ("one", "two"),
+        "--cors-origins": ("http://a", "http://b"),
+    }
+    words = [word for name, values in flags.items() for value in values for word in (name, value)]
+    assert cli.main(["router", "--model", "m", *words]) == 0
+    assert cli.main(["serve", "--model", "m", "--space-mask-ids", "5", "--space-mask-ids", "7"]) == 0
+    config, own = found
+    assert own.space_mask_ids == (5, 7)
+    assert (config.worker_address, config.served_model_name, config.cors_origins) == tuple(flags.values())
+
+
 def test_a_training_runs_model_is_named_after_the_runs_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "mine" / "model").mkdir(parents=True)
     assert build({"model": f"{tmp_path}/mine/model/"}, {}).model_name == "mine"

@@ -2,6 +2,7 @@
 
 import math
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -83,6 +84,13 @@ def test_the_rate_is_the_methods_own_unless_given() -> None:
     assert planned("--method full").peak_rate == planned("--method sft").peak_rate == 5e-5
     assert planned("--method gated-lora").peak_rate == planned("--method head").peak_rate == 1e-3
     assert planned("--learning-rate 2e-4").peak_rate == 2e-4
+
+
+def test_all_values_of_a_flag_that_is_given_twice_are_taken() -> None:
+    flags = {"--data": (["a"], ["b", "c"]), "--mask-ids": (["1"], ["2"]), "--decontaminate": (["x"], ["y"])}
+    words = [word for name, values in flags.items() for given in values for word in (name, *given)]
+    found = arguments(["--model", "m", "--out", "o", *words])
+    assert (found.data, found.mask_ids, found.decontaminate) == (["a", "b", "c"], [1, 2], [Path("x"), Path("y")])
 
 
 def test_every_switch_that_has_no_flag_is_known() -> None:

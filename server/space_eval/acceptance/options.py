@@ -67,7 +67,7 @@ def add_drafts(parser: argparse.ArgumentParser) -> None:
     parser.description = DRAFTS
     add = parser.add_argument
     add("--model", nargs="+", default=["demo"], help="folders of checkpoints, or names (default: demo)")
-    add("--texts", nargs="+", required=True, help="file, folder or dataset id, in the forms of spaceserve train --data")
+    add("--texts", nargs="+", action="extend", required=True, help="as train --data: file, folder or dataset id")
     add("--limit", type=whole, help="only so many records (default: all)")
     add("--length", type=whole_from(16), default=512, help="ids of one row of text (default: 512)")
     add("--rows", type=whole, help="only so many rows (default: all)")

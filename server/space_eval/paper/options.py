@@ -59,7 +59,7 @@ def add_paper(parser: argparse.ArgumentParser) -> None:
     add("--pass-at", type=int, default=1, metavar="K", help=samples)
     add("--no-execution", action="store_true", help="leave out pass@K: run no generated code")
     add(FLAG, action="store_true", help="run generated code for pass@K, with your rights; no sandbox")
-    add("--mask-ids", type=int, nargs="+", help="of a checkpoint that does not say: one, or one each")
+    add("--mask-ids", type=int, nargs="+", action="extend", help="of a checkpoint that does not say: one, or one each")
     add("--num-masks", type=int, help="how many masks it was trained with, for --mask-ids")
     add("--dtype", default="auto", help="auto, float32 or bfloat16 [auto]")
     add("--device", default="auto", help="auto, cpu, cuda, … [auto]")

@@ -44,7 +44,13 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("source", metavar="SRC", type=Path, help="folder with config.json and weights, or a GGUF file")
     parser.add_argument("target", metavar="DST", type=Path, help="folder to write")
     parser.add_argument(
-        "--mask-ids", nargs="+", type=_ids, default=[], metavar="ID", help="token id that all masks share, or one each"
+        "--mask-ids",
+        nargs="+",
+        action="extend",
+        type=_ids,
+        default=[],
+        metavar="ID",
+        help="token id that all masks share, or one each",
     )
     parser.add_argument("--num-masks", type=_positive, metavar="K", help="masks in a group [default: number of ids]")
     parser.add_argument(

@@ -306,6 +306,10 @@ def test_the_command_says_what_to_do_next(released, tmp_path, capsys) -> None:
     assert f"spaceserve serve --model {target}" in capsys.readouterr().out
     assert main([str(source), str(target)]) == 1
     assert "--force" in capsys.readouterr().err
+    each = [word for id_ in range(31998, 32003) for word in ("--mask-ids", str(id_))]
+    assert main([str(source), str(tmp_path / "each"), *each]) == 0
+    section = json.loads((tmp_path / "each" / "config.json").read_text())["space"]
+    assert section["mask_token_ids"] == [31998, 31999, 32000, 32001, 32002]
 
 
 def test_a_checkpoint_without_a_tokenizer_is_not_called_ready(released, tmp_path, capsys) -> None:
