@@ -113,15 +113,16 @@ def run(options: argparse.Namespace) -> int:
     if not all(0 <= seed < 1 << 64 for seed in options.seed):
         raise InvalidSetting(f"--seed must lie in 0 .. 2^64-1; got {' '.join(map(str, options.seed))}.")
     tokenizer = load_tokenizer(options.model)
-    model = load_model(options.model, dtype=options.dtype, device=options.device, num_threads=options.num_threads)
+    chosen = {"dtype": options.dtype, "device": options.device, "num_threads": options.num_threads}
+    model = load_model(options.model, weights="auto", **chosen)
     loaded = load_prompts(options.prompts, options.limit)
     prompts = encode_prompts(tokenizer, loaded, window=model.facts.window, max_tokens=options.max_tokens)
     check = EquivalenceCheck(model, prompts, options.max_tokens)
     cells = list(_cells(options, model.facts.num_masks))
     results = [check.run(cell) for cell in tqdm(cells, unit="cell", file=sys.stderr, disable=None)]
     known = model.facts
-    dtype, has_head = str(known.dtype).removeprefix("torch."), "yes" if known.has_draft_head else "no"
-    facts = {"model": known.name, "model hash": known.model_hash[:12], "dtype": dtype, "draft head": has_head}
+    facts = {"model": known.name, "model hash": known.model_hash[:12], "dtype": known.number_format}
+    facts["draft head"] = "yes" if known.has_draft_head else "no"
     facts |= {
         "machine": f"{known.device.type}, {torch_facts()}",
         "prompts": describe_prompts(options.prompts.stem, prompts),

@@ -101,7 +101,7 @@ def torch_facts() -> str:
 def environment_facts(model: SpaceModel) -> dict[str, object]:
     """Return the environment of the figures: arithmetic, device, machine, commit, date."""
     return {
-        "dtype": str(model.facts.dtype).removeprefix("torch."),
+        "dtype": model.facts.number_format,
         "device": str(model.facts.device),
         **environment(),
         "machine": f"{machine()}; {model.facts.num_threads} threads of torch {torch.__version__}",

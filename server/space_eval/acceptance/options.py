@@ -115,7 +115,7 @@ def add_speed(parser: argparse.ArgumentParser) -> None:
     add("--allow-ties", action="store_true", help="count texts that differ and go on: a GPU's products may tie")
     add("--mask-ids", type=int, nargs="+", help="of a checkpoint that does not say: one, or one each")
     add("--num-masks", type=int, help="how many masks it was trained with, for --mask-ids")
-    add("--dtype", default="auto", help="auto, float32 or bfloat16 [auto]")
+    add("--dtype", default="auto", help="auto (as served), float32 or bfloat16 [auto]")
     add("--device", default="auto", help="auto, cpu, cuda, … [auto]")
     add("--num-threads", type=int, help="of a product [as torch has it]")
     add("--out", type=Path, help="folder for speed.json, speed.md and speed.png [table only]")

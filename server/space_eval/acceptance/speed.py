@@ -63,7 +63,7 @@ def measure(
 ) -> tuple[list[SpeedRow], list[MethodRow], dict[str, object]]:
     """Measure all temperatures, ks and methods over all prompts."""
     chosen = given(options, "dtype", "device", "mask_ids", "num_masks", "num_threads")
-    model = load_model(options.model, **chosen)
+    model = load_model(options.model, weights="auto", **chosen)
     ks = sorted({min(k, model.facts.num_masks) for k in options.k} - {PLAIN})
     if not ks:
         raise FlagError(

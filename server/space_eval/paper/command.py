@@ -123,7 +123,7 @@ def run(options: argparse.Namespace) -> int:
 def _prepare(options: argparse.Namespace) -> tuple[PaperProtocol, dict[str, object]]:
     """Load and warm up the models. Return the protocol and the environment facts."""
     chosen = given(options, "dtype", "device", "mask_ids", "num_masks", "num_threads")
-    model = load_model(options.model, **chosen)
+    model = load_model(options.model, weights="auto", **chosen)
     if model.facts.num_masks < options.k:
         raise FlagError(
             f"--k is {options.k}; {options.model} has {model.facts.num_masks} masks. Give --k of at most that, or a "
@@ -134,7 +134,7 @@ def _prepare(options: argparse.Namespace) -> tuple[PaperProtocol, dict[str, obje
     prompted = PromptedModel(decoder, load_tokenizer(options.model), family)
     base: PromptedModel | None = None
     if options.base is not None and options.base != options.model:
-        loaded = load_model(options.base, dtype=options.dtype, device=options.device)
+        loaded = load_model(options.base, weights="auto", dtype=options.dtype, device=options.device)
         base = PromptedModel(PairedDecoder(loaded, []), load_tokenizer(options.base), family)
     for one in (prompted, base):
         if one is not None:

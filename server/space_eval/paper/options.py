@@ -61,7 +61,7 @@ def add_paper(parser: argparse.ArgumentParser) -> None:
     add(FLAG, action="store_true", help="run generated code for pass@K, with your rights; no sandbox")
     add("--mask-ids", type=int, nargs="+", action="extend", help="of a checkpoint that does not say: one, or one each")
     add("--num-masks", type=int, help="how many masks it was trained with, for --mask-ids")
-    add("--dtype", default="auto", help="auto, float32 or bfloat16 [auto]")
+    add("--dtype", default="auto", help="auto (as served), float32 or bfloat16 [auto]")
     add("--device", default="auto", help="auto, cpu, cuda, … [auto]")
     add("--num-threads", type=int, help="of a product [as torch has it]")
     add("--stop-after", type=int, metavar="N", help="end after N new questions per task; go on later")
