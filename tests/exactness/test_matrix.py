@@ -92,7 +92,13 @@ def test_it_is_so_with_compiled_operations_and_without(
 )
 @pytest.mark.parametrize(
     ("weights", "attention"),
-    [("int8", "auto"), ("int8", "torch"), ("fp8", "auto"), ("int4", "auto"), ("int4", "torch")],
+    [
+        ("int8", "auto"),
+        pytest.param("int8", "torch", marks=pytest.mark.slow),
+        ("fp8", "auto"),
+        ("int4", "auto"),
+        ("int4", "torch"),
+    ],
 )
 def test_it_is_so_with_weights_of_eight_bits(
     model: str, cell: Cell, weights: str, attention: str, subject_of: Subjects

@@ -244,6 +244,7 @@ def dry_run(out: Path, *words: str) -> dict[str, Record]:
     return {name: record for name, record in found.items() if record is not None}
 
 
+@pytest.mark.slow
 def test_the_fast_stages_run_dry(tmp_path: Path) -> None:
     records = dry_run(tmp_path, "--stages", "fast")
     assert {name: record.outcome for name, record in records.items()} == dict.fromkeys(FAST_STAGES, "passed")

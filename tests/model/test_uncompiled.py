@@ -118,6 +118,7 @@ print(foreign.kept.optimize is torch._dynamo.optimize, foreign.disable(lambda: 1
     assert run(code, tmp_path) == ["True True"]
 
 
+@pytest.mark.slow
 def test_a_worker_loads_its_model_beside_torchvision(tmp_path: Path) -> None:
     """A package of that name which imports what the real one imports; transformers imports it where it is installed."""
     (tmp_path / "torchvision" / "transforms").mkdir(parents=True)

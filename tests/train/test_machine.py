@@ -62,7 +62,7 @@ print(before, run.peak_bytes())
         pytest.param("gated-lora", "bf16", 8, marks=pytest.mark.slow),
         pytest.param("gated-lora", "no", 4, marks=pytest.mark.slow),
         pytest.param("gated-lora", "bf16", 1, marks=pytest.mark.slow),
-        ("full", "no", 4),
+        pytest.param("full", "no", 4, marks=pytest.mark.slow),
     ],
 )
 def test_the_memory_of_a_run_on_a_cpu_is_that_of_its_process(

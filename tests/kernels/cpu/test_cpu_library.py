@@ -20,6 +20,8 @@ from space_kernels.linear.cpu_linear import CompiledLinear
 AVX512 = {"avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512vl", "avx512dq", "sse4_2"}
 XEON = AVX512 | {"avx512_bf16", "avx512vbmi", "avx512_vnni"}
 TILES = {"amx_tile", "amx_bf16", "amx_int8"}
+COVERED = "avx512_vnni"
+"""A kind without code of its own: amx_bf16 compiles its integer products, avx512 the rest."""
 
 
 @pytest.fixture(autouse=True)
@@ -173,7 +175,13 @@ def test_the_switch(monkeypatch: pytest.MonkeyPatch) -> None:
         cpu_library.cpu_library()
 
 
-@pytest.mark.parametrize("kind", cpu_library.KINDS.get(platform.machine(), {}))
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, marks=[pytest.mark.slow] * (kind == COVERED))
+        for kind in cpu_library.KINDS.get(platform.machine(), {})
+    ],
+)
 def test_every_kind_of_this_machine_compiles(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if kind in cpu_library.own_kinds():
         assert cpu_library.library_file(kind).is_file()

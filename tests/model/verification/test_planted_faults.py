@@ -435,7 +435,10 @@ def assert_caught(served: Served) -> None:
     assert len(had) >= 20
 
 
-@pytest.mark.parametrize("family", ALL_FAMILIES)
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param(name, marks=[pytest.mark.slow] * (number % 2)) for number, name in enumerate(ALL_FAMILIES)],
+)
 def test_every_planted_fault_is_caught(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert_caught(serve(lively_checkpoint(tmp_path, family), family, monkeypatch, dtype="bfloat16"))
 
@@ -489,7 +492,9 @@ def assert_no_alarm(seeds: range, form: str, tmp_path: Path) -> None:
         shutil.rmtree(path)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    "form", [pytest.param(form, marks=[pytest.mark.slow] * (form in ("float32", "float16", "int8"))) for form in FORMS]
+)
 def test_rounding_is_no_alarm(form: str, tmp_path: Path) -> None:
     """In a dtype alone other tests of this file load every family, too: every second model is enough there."""
     is_dtype = form in ("float32", "bfloat16", "float16")

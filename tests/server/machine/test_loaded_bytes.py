@@ -29,7 +29,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 @pytest.mark.parametrize(
-    "weights", ["gguf", "int4", *(pytest.param(one, marks=pytest.mark.slow) for one in ("plain", "int8"))]
+    "weights", ["gguf", *(pytest.param(one, marks=pytest.mark.slow) for one in ("int4", "plain", "int8"))]
 )
 def test_loading_holds_the_tensors_once(weights: str, files: tuple[Path, Path]) -> None:
     check(loaded(str(files[0]), weights, str(files[1])))

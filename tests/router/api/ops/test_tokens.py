@@ -148,7 +148,12 @@ LONG = ("hellohellohellohello " * 200_000)[: 4 * 1024**2 - 1000]  # about one to
     [
         ("/tokenize", {"prompt": LONG}, 64),
         pytest.param("/tokenize", {"inputs": LONG}, 6 * 64, marks=pytest.mark.slow),
-        ("/v1/completions", {"prompt": LONG, "max_tokens": 2, "truncate_prompt_tokens": 8}, 64),
+        pytest.param(
+            "/v1/completions",
+            {"prompt": LONG, "max_tokens": 2, "truncate_prompt_tokens": 8},
+            64,
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["ids", "places", "truncated"],
 )
