@@ -22,7 +22,7 @@ from space_kernels.sampling.sampling_params import (
 )
 from space_kernels.step.verification import num_accepted
 from space_model.free_memory import is_out_of_memory
-from space_model.geometry.forward_batch import ForwardBatch
+from space_model.geometry.forward_batch import BatchPattern, ForwardBatch
 from space_model.networks.network import PagedKV
 from space_model.networks.sampled_step import MOST_ROWS
 from torch import Tensor
@@ -186,14 +186,18 @@ class HostRunner(ModelRunner):
         return self._run_any(plans, times) if found is None else found
 
     def _run_in_one_call(self, plans: Sequence[ScheduledSequence], times: StepTimes) -> list[SequenceOutput] | None:
-        """Run a step without pending ids in one call of the model, which samples and drafts from masks, too. None: it
-        is no such step, or a row has no valid id; the pages then hold what another run of the step writes again."""
-        num_masks = 0
+        """Run a step without pending ids in one call of the model, which samples and drafts from masks, too; a
+        recurrent head drafts from its rows. None: it is no such step, or a row has no valid id; the pages then hold
+        what another run of the step writes again."""
+        num_masks = head_drafts = 0
         for plan in plans:
             layout = plan.layout
-            if plan.num_pending > 1 or not plan.closes or layout.head_drafts:
+            if plan.num_pending > 1 or not plan.closes:
                 return None
             num_masks += layout.num_masks
+            head_drafts += layout.head_drafts
+        if head_drafts and (num_masks or not isinstance(self._head_drafter, RecurrentDrafter)):
+            return None
         sampled_step = self._sampled_step
         if sampled_step is None or sampled_step.num_logits([plan.layout for plan in plans]) > MOST_ROWS:
             return None
@@ -219,10 +223,16 @@ class HostRunner(ModelRunner):
             behind = first + output.plan.layout.num_drafts + 1
             _accept(output, ids[first:behind])
             first = behind
-        verified = clock()
-        self._draft(outputs, sampled_step.drafts() if num_masks else None)
+        verified, drafting = clock(), self._drafting_seconds
+        if head_drafts:
+            with torch.inference_mode():
+                self._draft(outputs, _Computed(sampled_step.pattern, sampled_step.hidden))
+        else:
+            self._draft(outputs, sampled_step.drafts() if num_masks else None)
+        drafting = self._drafting_seconds - drafting
         times.verify += verified - forwarded
-        times.propose += clock() - verified
+        times.draft += drafting
+        times.propose += clock() - verified - drafting
         return outputs
 
     @torch.inference_mode()
@@ -259,7 +269,7 @@ class HostRunner(ModelRunner):
                 with self._sampling:
                     output.prompt_logprobs = self._prompt_logprobs(output.plan, hidden, batch.chain_rows[number])
         verified = clock()
-        self._draft(outputs, _Computed(batch, hidden, of_masks))
+        self._draft(outputs, _Computed(batch.pattern, hidden, of_masks))
         drafted = clock()
         sampling, drafting = self._sampling.seconds - sampling, self._drafting_seconds - drafting
         times.forward += forwarded - planned
@@ -393,19 +403,19 @@ class HostRunner(ModelRunner):
                     by_masks.append((output, proposal))
                     drafted.append(computed[number][:count])
             elif num_by_head:
-                root = computed.batch.chain_rows[number][-1 - plan.layout.num_drafts]
+                root = computed.pattern.chain_rows[number][-1 - plan.layout.num_drafts]
                 output.origin = HEAD_ORIGINS[self.model.facts.head_of(sequence.adapter).kind]
                 by_head.append((output, None))
                 head_runs.append(HeadRun(sequence, output.tokens, root + len(output.tokens) - 1, num_by_head))
             elif group is not None:
-                first = computed.batch.mask_rows[number][group.group].start + depth - 1
+                first = computed.pattern.mask_rows[number][group.group].start + depth - 1
                 output.draft_depth = depth
                 by_masks.append((output, proposal))
                 runs.append(MaskRun(sequence, output.tokens, first, count))
         if not (by_masks or by_head):
             return
         if isinstance(computed, _Computed):
-            num_chain, hidden = computed.batch.num_chain_rows, computed.hidden
+            num_chain, hidden = computed.pattern.rows.num_chain_rows, computed.hidden
             rows = MaskRows(hidden[num_chain:], computed.logits, num_chain)
             drafted = self._mask_drafter.draft(rows, runs) + self._head_drafter.draft(hidden, head_runs)
         are_ids = self._proposing.are_ids([*chain.from_iterable(drafted)])
@@ -424,9 +434,9 @@ class HostRunner(ModelRunner):
 class _Computed:
     """What a forward pass computed of a step's rows, from which drafts are made."""
 
-    batch: ForwardBatch
+    pattern: BatchPattern
     hidden: Tensor  # [R, hidden]
-    logits: Tensor | None  # [M, V] of all mask rows, if known already
+    logits: Tensor | None = None  # [M, V] of all mask rows, if known already
 
 
 def _accept(output: SequenceOutput, sampled: Sequence[int]) -> None:

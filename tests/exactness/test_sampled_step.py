@@ -16,11 +16,14 @@ from space_model.geometry.draft_layout import DraftLayout
 from space_model.loading.load import load_model
 from space_model.networks.sampled_step import SampledStep
 from space_proto import worker_pb2 as pb
+from space_server.drafters.recurrent_drafter import RecurrentDrafter
+from space_server.drafters.sequential_drafts import HeadRun
 from space_server.host_runner import HostRunner
 from space_server.model_runner import SequenceOutput
 from space_server.speculation.controller import FixedLayout
 from space_server.worker import Worker
 from tiny_checkpoints import tiny_adapter, tiny_checkpoint
+from torch import Tensor
 
 MAX_TOKENS = 24
 GREEDY = (pb.Sampling(),)
@@ -31,15 +34,15 @@ SAMPLED = (
 )
 
 
-def chains(most: int) -> FixedLayout:
-    """Drafts without masks."""
-    return FixedLayout(lambda limit: DraftLayout.by_head(min(limit.num_drafts, most), 0))
+def chains(most: int, head_drafts: int = 0) -> FixedLayout:
+    """Drafts without masks; `head_drafts`: that a recurrent head makes for the next step."""
+    return FixedLayout(lambda limit: DraftLayout.by_head(min(limit.num_drafts, most), head_drafts))
 
 
-def decode(subject: Subject, *, in_one_call: bool, k: int = 0, source: ScriptedDrafts | None = None,
-           samplings: tuple[pb.Sampling, ...] = GREEDY) -> list[ClientSequence]:  # fmt: skip
+def decode(subject: Subject, *, in_one_call: bool, k: int = 0, source: ScriptedDrafts | SomeDrafts | None = None,
+           samplings: tuple[pb.Sampling, ...] = GREEDY, head_drafts: int = 0) -> list[ClientSequence]:  # fmt: skip
     """Every prompt's run, with the samplings in turn, at first on one page more than it needs for the prompt."""
-    worker = Worker(subject.model, num_blocks=64, block_size=4, controller=chains(k), draft_source=source)
+    worker = Worker(subject.model, num_blocks=64, block_size=4, controller=chains(k, head_drafts), draft_source=source)
     if not in_one_call:
         worker.engine.host._sampled_step = None
     router = WorkerClient(worker)
@@ -160,6 +163,14 @@ def gated(tmp_path_factory: pytest.TempPathFactory) -> Subject:
     return Subject("gated", load_model(path, dtype="bfloat16", adapters=adapters), adapters=("used",))
 
 
+@pytest.fixture(scope="module")
+def headed(tmp_path_factory: pytest.TempPathFactory) -> Subject:
+    """Return a model with a recurrent head."""
+    sizes = SIZES | {"tie_word_embeddings": False}
+    path = tiny_checkpoint(tmp_path_factory.mktemp("headed"), seed=1, head_drafts=3, draft_vocab=60, **sizes)
+    return Subject("headed", load_model(path, dtype="bfloat16"))
+
+
 def decode_by_masks(
     subject: Subject, layout: DraftLayout, samplings: tuple[pb.Sampling, ...], source: SomeDrafts | None,
     *, in_one_call: bool, head_rows: int,
@@ -215,6 +226,41 @@ def test_masks_draft_in_one_call_what_they_draft_call_by_call(
     assert len(in_one_call) > MAX_TOKENS / 2
     accepted = {count for one in found for num_drafted, count in one.verifications if num_drafted}
     assert {0, layout.num_drafts} <= accepted
+
+
+@pytest.mark.parametrize(
+    "samplings", [GREEDY, BY_NOISE, TRUNCATED, MIXED], ids=["greedy", "sampled", "truncated", "mixed"]
+)
+def test_a_recurrent_head_drafts_behind_one_call_what_it_drafts_call_by_call(
+    samplings: tuple[pb.Sampling, ...],
+    headed: Subject,
+    runs: list[list[int] | None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if headed.model.facts.attention != "compiled":
+        pytest.skip("there are no compiled operations here")
+    drafted: list[list[list[int]]] = []
+    draft = RecurrentDrafter.draft
+
+    def kept(drafter: RecurrentDrafter, hidden: Tensor, head_runs: Sequence[HeadRun]) -> list[list[int]]:
+        drafted.append(draft(drafter, hidden, head_runs))
+        return drafted[-1]
+
+    monkeypatch.setattr(RecurrentDrafter, "draft", kept)
+    plain = decode(headed, in_one_call=False, samplings=samplings)
+    assert not drafted
+    source = SomeDrafts({n: prompt + one.tokens for n, (prompt, one) in enumerate(zip(PROMPTS, plain, strict=True), 1)})
+    found = decode(headed, in_one_call=True, k=3, source=source, head_drafts=3, samplings=samplings)
+    in_one_call, num_runs = [*drafted], len(runs)
+    assert None not in runs
+    by_calls = decode(headed, in_one_call=False, k=3, source=source, head_drafts=3, samplings=samplings)
+    assert len(runs) == num_runs > MAX_TOKENS / 4
+    assert len([made for made in in_one_call if made]) > MAX_TOKENS / 6
+    assert in_one_call == drafted[len(in_one_call) :]
+    assert [one.tokens for one in found] == [one.tokens for one in by_calls] == [one.tokens for one in plain]
+    assert [one.verifications for one in found] == [one.verifications for one in by_calls]
+    accepted = {count for one in found for num_drafted, count in one.verifications if num_drafted}
+    assert {0, 1} <= accepted
 
 
 def test_in_one_call_masks_draft_for_greedy_beside_sampled_sequences(

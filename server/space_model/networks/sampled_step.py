@@ -141,6 +141,18 @@ class SampledStep:
             raise unknown_id(network)
         return rows.chosen[:] if num_valid == len(rows.chosen) else None
 
+    @property
+    def pattern(self) -> BatchPattern:
+        """Return the layout of the rows of the last `pack`."""
+        assert self._rows is not None
+        return self._rows.pattern
+
+    @property
+    def hidden(self) -> Tensor:
+        """Return [R, hidden] after the final norm, of the rows of the last `run`; the next one overwrites it."""
+        assert self._rows is not None
+        return self._rows.hidden
+
     def drafts(self) -> list[list[int]]:
         """Return the next drafts of each segment of the last `run`, as many as its masks give behind the drafts that it
         accepted."""
@@ -200,6 +212,7 @@ class _Rows:
         rows = rows_struct(pattern.rows, addressof(self.starts), addressof(self._table), num_pages)
         network, head, banned = step._network, step._head, step._banned
         buffers, *tensors = network.buffers(network.struct(step._kv, 0), addressof(self.ids), pattern.rows.num_padded)
+        self.pattern, self.hidden = pattern, tensors[-1]
         self.low = network.gate(buffers, pattern, tensors)  # [rows, A·x of mask rows]; None: there are no such rows
         logits = LogitsStruct(
             step._values.data_ptr(), num_rows, head.out_features, step._vocab_size, banned.data_ptr(), len(banned)
@@ -214,7 +227,7 @@ class _Rows:
             *(byref(rows), byref(buffers), byref(head.struct), byref(logits), samples, drafting),
             *(addressof(self.chosen), addressof(valid)),
         )
-        self._held = pattern, tensors, valid, banned, arrays  # what the structs point to
+        self._held = tensors, valid, banned, arrays  # what the structs point to, beside the pattern
 
     def _next(
         self,
