@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from space_kernels.linear.cpu_linear import CompiledLinear
 from space_kernels.linear.packed_linear import pad_rows
 from space_kernels.step.recurrent_head import next_state
 from torch import Tensor, nn
@@ -59,7 +60,7 @@ class RecurrentHead:
 
     def advance(self, state: Tensor, token: Tensor) -> Tensor:
         """[S, hidden], embedding of the id before the draft [S, hidden] -> the next state [S, hidden]."""
-        if state.is_cuda:
+        if state.is_cuda or isinstance(self._first, CompiledLinear):
             return next_state(state, token, self._first, self._second, self._scale)
         padded = next_state(pad_rows(state), pad_rows(token), self._first, self._second, self._scale)
         return padded[: len(state)]
