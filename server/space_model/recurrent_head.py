@@ -12,9 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from space_kernels.build.cpu_library import cpu_library
 from space_kernels.linear.cpu_linear import CompiledLinear
 from space_kernels.linear.packed_linear import pad_rows
-from space_kernels.step.recurrent_head import next_state
+from space_kernels.linear.row_table import RowTable
+from space_kernels.step.recurrent_head import CompiledRecurrentHead, next_state
 from torch import Tensor, nn
 
 from space_model.checkpoint.space_section import RecurrentHeadSection
@@ -43,10 +45,11 @@ class RecurrentHead:
         whole: OutputHead,
         linear: Callable[[Tensor, Tensor | None], nn.Module],
         form: str = "plain",
+        embedding: RowTable | None = None,
     ) -> None:
         """`whole`: the model's output head, with its rows; `linear`: makes linears of weight and bias; `form`: of the
-        draft vocabulary's rows on a CPU, int8 or plain. Raises InvalidSpaceSection for an id outside the
-        vocabulary."""
+        draft vocabulary's rows on a CPU, int8 or plain; `embedding`: of the model, to draft in one call where that is
+        possible. Raises InvalidSpaceSection for an id outside the vocabulary."""
         self.num_drafts, self.ids = weights.num_drafts, weights.ids
         self._scale = weights.embedding_scale
         self._first, self._second = linear(weights.w1, None), linear(weights.w2, None)
@@ -57,6 +60,18 @@ class RecurrentHead:
                     f"The recurrent head drafts id {int(self.ids[-1])}, outside the vocabulary of {whole.vocab_size}."
                 )
             self._output = whole.rows(self.ids, weights=form, linear=linear)
+        self.compiled = None if embedding is None else self._compiled(embedding)
+        """Drafts in one call; None where the head is not compiled."""
+
+    def _compiled(self, embedding: RowTable) -> CompiledRecurrentHead | None:
+        library, output = cpu_library(), self._output.logits_linear
+        first, second = self._first, self._second
+        if library is None or output is None or embedding.dtype != torch.bfloat16:
+            return None
+        if not isinstance(first, CompiledLinear) or not isinstance(second, CompiledLinear):
+            return None
+        sizes = {"num_ids": self._output.vocab_size, "embedding_scale": self._scale}
+        return CompiledRecurrentHead(library, first, second, embedding, output, self.ids, **sizes)
 
     def advance(self, state: Tensor, token: Tensor) -> Tensor:
         """[S, hidden], embedding of the id before the draft [S, hidden] -> the next state [S, hidden]."""

@@ -140,6 +140,35 @@ class DraftsStruct(Structure):
     )
 
 
+class RecurrentHeadStruct(Structure):
+    """`RecurrentHead` of cpu/draft.h."""
+
+    _fields_ = (
+        ("w1", LinearStruct),
+        ("w2", LinearStruct),
+        ("embedding", TableStruct),
+        ("output", LinearStruct),
+        ("ids", c_void_p),
+        ("hidden", c_int64),
+        ("num_ids", c_int64),
+        ("scale", c_float),
+    )
+
+
+class RecurrentDraftsStruct(Structure):
+    """`RecurrentDrafts` of cpu/draft.h."""
+
+    _fields_ = (
+        ("sequences", c_int64),
+        ("drafts", c_int64),
+        ("states", c_void_p),
+        ("previous", c_void_p),
+        ("logits", c_void_p),
+        ("stride", c_int64),
+        ("chosen", c_void_p),
+    )
+
+
 class RowsStruct(Structure):
     """`Rows` of cpu/attention.h."""
 
@@ -494,6 +523,8 @@ class CpuLibrary:
         self.experts = function("experts", POINTER(ExpertsStruct), POINTER(ExpertRowsStruct), c_int, result=c_bool)
         self.recur = function("recur", POINTER(RecurrenceStruct), c_int)
         self.draft = function("draft", POINTER(DraftHeadStruct), POINTER(DraftsStruct), c_int)
+        recurrent = POINTER(RecurrentHeadStruct), POINTER(RecurrentDraftsStruct)
+        self.draft_recurrent = function("draft_recurrent", *recurrent, c_int)
         self.argmax = function("argmax", POINTER(LogitsStruct), c_void_p, c_void_p, c_int)
         self.sample = function("sample", POINTER(LogitsStruct), POINTER(SamplingStruct), c_void_p, c_void_p, c_int)
         self.best_of = function("best_of", POINTER(LogitsStruct), c_int64, c_void_p, c_void_p, c_int)

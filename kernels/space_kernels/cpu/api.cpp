@@ -78,6 +78,10 @@ void EXPORT(draft)(const DraftHead* head, const Drafts* drafts, int num_threads)
     draft(*head, *drafts, num_threads);
 }
 
+void EXPORT(draft_recurrent)(const RecurrentHead* head, const RecurrentDrafts* drafts, int num_threads) {
+    draft(*head, *drafts, num_threads);
+}
+
 void EXPORT(recur)(const Recurrence* recurrence, int num_threads) { recur(*recurrence, num_threads); }
 
 void EXPORT(distill)(const Distillation* loss, int num_threads) { distill(*loss, num_threads); }

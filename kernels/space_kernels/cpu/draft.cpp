@@ -22,14 +22,15 @@ float dot_rows(const bf16* a, const bf16* b, int64_t width) {
     return total(sum) + rest;
 }
 
-// Writes the input of W1 for one sequence: [h ; s·e(previous)], or the latter alone.
-void look_at(const DraftHead& head, const bf16* row, int64_t previous, bf16* out) {
-    if (!head.low_rank) {
-        std::memcpy(out, row, head.hidden * sizeof(bf16));
-        out += head.hidden;
+// Writes the input of W1 for one sequence: [h ; s·e(previous)], or without `row` the latter alone.
+void look_at(const Table& table, float scale, const bf16* row, int64_t previous, bf16* out) {
+    const int64_t hidden = table.width;
+    if (row) {
+        std::memcpy(out, row, hidden * sizeof(bf16));
+        out += hidden;
     }
-    const bf16* embedding = row_of(head.embedding, previous, out);
-    for (int64_t i = 0; i < head.hidden; ++i) out[i] = round(head.scale * widen(embedding[i]));
+    const bf16* embedding = row_of(table, previous, out);
+    for (int64_t i = 0; i < hidden; ++i) out[i] = round(scale * widen(embedding[i]));
 }
 
 void activate(bf16* x, int64_t count) {
@@ -95,8 +96,9 @@ void draft(const DraftHead& head, const Drafts& d, int num_threads) {
     for (int64_t k = 0; k < d.masks; ++k) {
         each([&](int64_t s) {
             const int64_t previous = k ? d.chosen[s * d.masks + k - 1] : d.bonus[s];
-            look_at(head, d.rows + (s * d.masks + k) * hidden, previous, seen.data() + s * width);
-            std::memcpy(rescored.data() + s * hidden, d.rows + (s * d.masks + k) * hidden, hidden * sizeof(bf16));
+            const bf16* row = d.rows + (s * d.masks + k) * hidden;
+            look_at(head.embedding, head.scale, head.low_rank ? nullptr : row, previous, seen.data() + s * width);
+            std::memcpy(rescored.data() + s * hidden, row, hidden * sizeof(bf16));
         });
         multiply(head.w1, {seen.data(), d.sequences, width, between.data(), inner, false, Then::NOTHING, nullptr},
                  num_threads);
@@ -105,6 +107,29 @@ void draft(const DraftHead& head, const Drafts& d, int num_threads) {
                  {between.data(), d.sequences, inner, rescored.data(), hidden, false, Then::ADD, rescored.data()},
                  num_threads);
         each([&](int64_t s) { d.chosen[s * d.masks + k] = best(head, d, s, k, rescored.data() + s * hidden); });
+    }
+}
+
+void draft(const RecurrentHead& head, const RecurrentDrafts& d, int num_threads) {
+    const int64_t hidden = head.hidden, width = head.w1.inputs, inner = head.w1.outputs;
+    std::vector<bf16> seen(d.sequences * width), between(d.sequences * inner);
+    const Matmul up = {seen.data(), d.sequences, width, between.data(), inner, false, Then::NOTHING, nullptr};
+    const Matmul down = {between.data(), d.sequences, inner, d.states, hidden, false, Then::ADD, d.states};
+    const Matmul out = {d.states, d.sequences, hidden, d.logits, d.stride, true, Then::NOTHING, nullptr};
+    for (int64_t k = 0; k < d.drafts; ++k) {
+        for (int64_t s = 0; s < d.sequences; ++s) {
+            const int64_t previous = k ? d.chosen[s * d.drafts + k - 1] : d.previous[s];
+            look_at(head.embedding, head.scale, d.states + s * hidden, previous, seen.data() + s * width);
+        }
+        multiply(head.w1, up, num_threads);
+        activate(between.data(), d.sequences * inner);
+        multiply(head.w2, down, num_threads);
+        multiply(head.output, out, num_threads);
+        for (int64_t s = 0; s < d.sequences; ++s) {
+            const float* logits = d.logits + s * d.stride;
+            const int64_t best = std::max_element(logits, logits + head.num_ids) - logits;  // ties: the lower id
+            d.chosen[s * d.drafts + k] = head.ids ? head.ids[best] : best;
+        }
     }
 }
 

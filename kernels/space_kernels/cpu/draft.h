@@ -1,4 +1,4 @@
-// The draft head: k small sequential steps that condition each draft on the token before it.
+// The draft heads: small sequential steps that condition each draft on the token before it.
 
 #pragma once
 
@@ -31,5 +31,27 @@ struct Drafts {
 };
 
 void draft(const DraftHead& head, const Drafts& drafts, int num_threads);
+
+// Drafts without masks: s' = s + W2·silu(W1·[s ; scale·e(previous)]), logits = output·s'.
+struct RecurrentHead {
+    Linear w1, w2;
+    Table embedding;     // [vocabulary, hidden]
+    Linear output;       // [D, hidden], the draft vocabulary's rows
+    const int64_t* ids;  // [D] of these rows, ascending; null: row d is id d
+    int64_t hidden, num_ids;  // D
+    float scale;
+};
+
+// D logits a draft; the best of them is the draft, and the token before the next one.
+struct RecurrentDrafts {
+    int64_t sequences, drafts;
+    bf16* states;             // [S, hidden] before the first draft; then behind the last one
+    const int64_t* previous;  // [S] tokens before the first draft
+    float* logits;            // [S, stride] of the last draft
+    int64_t stride;           // at least the outputs, with their padding
+    int64_t* chosen;          // [S, drafts]
+};
+
+void draft(const RecurrentHead& head, const RecurrentDrafts& drafts, int num_threads);
 
 }  // namespace KIND

@@ -245,7 +245,12 @@ def _assemble(
     head = OutputHead(numbers_or_rows_of(output), output.bias, scale=scale, softcap=softcap, **form)
     if facts.device.type == "cpu":
         release(output)
-    recurrent = drafting.recurrent_heads(head, linear=ops.linear, form="int8" if facts.quantizes_head else "plain")
+    recurrent = drafting.recurrent_heads(
+        head,
+        linear=ops.linear,
+        form="int8" if facts.quantizes_head else "plain",
+        embedding=table_of(base.get_input_embeddings()) if ops.attention == "compiled" else None,
+    )
     if facts.most_masks:
         spec = BaseSpec(facts.hidden_size, facts.dtype, facts.device)
         num_bytes = facts.vocab_size * facts.hidden_size * facts.dtype.itemsize

@@ -54,11 +54,19 @@ class RecurrentDrafter:
         with self._computing:
             state = hidden[torch.tensor([run.row for run in runs], device=hidden.device)]
         previous = [run.emitted[-1] for run in runs]
+        if head.compiled is not None and made.are_likeliest:
+            with self._computing:
+                ids = torch.tensor(previous, dtype=torch.int64)
+                drafts = head.compiled.draft(state, ids, max(run.count for run in runs)).tolist()
+            made.take(drafts)
         while made.going:
             with self._computing:
                 ids = torch.tensor(previous, dtype=torch.int64, device=state.device)
-                state = head.advance(state, self._model.embed(ids))
-                logits = head.logits(state)  # [S, D]
+                if head.compiled is not None:
+                    state, logits = head.compiled.advance(state, ids)
+                else:
+                    state = head.advance(state, self._model.embed(ids))
+                    logits = head.logits(state)  # [S, D]
             stay = made.add(logits)
             if len(stay) < len(state):
                 state = state[torch.tensor(stay, dtype=torch.int64, device=state.device)]

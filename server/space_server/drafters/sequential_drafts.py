@@ -60,6 +60,18 @@ class SequentialDrafts:
         """The last draft of each run that is going."""
         return [self.drafts[number][-1] for number in self.going]
 
+    @property
+    def are_likeliest(self) -> bool:
+        """Whether every draft is the likeliest id of its logits: no sampling, logits processor or grammar of any run
+        changes that."""
+        group = self._groups.of([run.sequence for run in self._runs])
+        return group.is_alike and not (group.batch_params.samples or group.batch_params.edits)
+
+    def take(self, drafts: Sequence[Sequence[int]]) -> None:
+        """Set each run's drafts to the first of these that it wants."""
+        self.drafts = [[*ids[: run.count]] for run, ids in zip(self._runs, drafts, strict=True)]
+        self.going = []
+
     def add(self, logits: Tensor) -> list[int]:
         """Sample one draft of each run that is going, from logits [S, D]. Return the places among them of those that
         want another; a run ends early where its grammar forbids the draft."""
