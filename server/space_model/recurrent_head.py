@@ -70,8 +70,10 @@ class RecurrentHead:
             return None
         if not isinstance(first, CompiledLinear) or not isinstance(second, CompiledLinear):
             return None
-        sizes = {"num_ids": self._output.vocab_size, "embedding_scale": self._scale}
-        return CompiledRecurrentHead(library, first, second, embedding, output, self.ids, **sizes)
+        num_ids, scale = self._output.vocab_size, self._scale
+        return CompiledRecurrentHead(
+            library, first, second, embedding, output, self.ids, num_ids=num_ids, embedding_scale=scale
+        )
 
     def advance(self, state: Tensor, token: Tensor) -> Tensor:
         """[S, hidden], embedding of the id before the draft [S, hidden] -> the next state [S, hidden]."""
