@@ -206,7 +206,7 @@ def model(checkpoint: Path) -> str:
     return "demo" if weights.is_file() else str(checkpoint)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def live(model: str) -> Iterator[Live]:
     """The shared server, with room for everything; ended by SIGTERM, and it must exit 0."""
     flags = ["--model", model, "--num-threads", "1", "--num-blocks", "2048", "--grpc-port", "0"]
@@ -215,7 +215,7 @@ def live(model: str) -> Iterator[Live]:
         yield ready
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def drafting(model: str) -> Iterator[Live]:
     """Like `live`, and drafts always, whether that pays on this machine or not."""
     flags = ["--model", model, "--num-threads", "1", "--num-blocks", "2048", "--speculation", "5"]
@@ -226,7 +226,7 @@ def drafting(model: str) -> Iterator[Live]:
 STEADY_DRAFTS = 4
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def steady() -> Iterator[Live]:
     """A server whose steps are the same each time for a text that runs alone: four drafts each, from masks alone.
 
@@ -240,7 +240,7 @@ def steady() -> Iterator[Live]:
         yield ready
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def small(checkpoint: Path) -> Iterator[Live]:
     """A server with 24 blocks of 8 slots, three sequences at once and two in the queue."""
     flags = ["--num-blocks", "24", "--block-size", "8", "--max-sequences", "3", "--max-queue", "2"]
