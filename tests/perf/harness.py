@@ -120,6 +120,7 @@ def numbers(least: int) -> Callable[[str], list[int]]:
 MEASUREMENTS: Mapping[str, tuple[str, str]] = {
     "overhead": ("perf.overhead", "what mask rows cost, and the batch at which each draft layout stops paying"),
     "sources": ("perf.sources", "drafts by lookup, by masks and by both joined, on given prompts"),
+    "positions": ("perf.positions", "accepted drafts by position and kind of text, from runs of eval acceptance"),
     "host-time": ("perf.host_time", "what a step of the worker takes besides model computation, by part"),
     "matmul": ("perf.matmul", "the CPU's matmul of few rows, beside memory's speed and torch's own"),
     "sampling": ("perf.sampling", "sampling and log-probabilities of rows on the CPU, compiled and by torch"),

@@ -84,11 +84,39 @@ def test_every_measurement_has_flags_and_runs(name: str) -> None:
 
 def test_removed_benchmarks_name_their_measurement_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     named = [found[1] for line in MOVED.values() if (found := re.search(r"tests/perf ([a-z-]+)`", line))]
-    never_of_bench = {"kv-offload", "loading", "perplexity", "sampling", "sources"}
+    never_of_bench = {"kv-offload", "loading", "perplexity", "positions", "sampling", "sources"}
     assert {*named} | never_of_bench == set(MEASUREMENTS)
     assert bench(["product", "--rows", "1"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("spaceserve bench product was removed; in a checkout, `.venv/bin/python tests/perf matmul`")
+
+
+def test_accepted_drafts_are_shown_by_position_and_kind_of_text(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def row(temperature: float, drafts: int, tokens: float, *accepted: float) -> dict[str, object]:
+        measured = {"temperature": temperature, "max_drafts": drafts, "tokens_per_step": tokens}
+        return {**measured, "accepted_by_position": accepted}
+
+    runs = {
+        "code": [row(0, 0, 1.0), row(0, 1, 1.8, 0.8), row(0, 2, 2.5, 0.8, 0.7), row(0.7, 2, 2.0, 0.6, 0.4)],
+        "chat": [row(0, 3, 2.75, 0.75, 0.625, 0.375)],
+    }
+    for name, rows in runs.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "acceptance.json").write_text(json.dumps({"rows": rows}))
+    folders, picture = [str(tmp_path / name) for name in runs], tmp_path / "positions.png"
+    assert main(["positions", *folders, "--picture", str(picture)]) == 0
+    assert [line for line in capsys.readouterr().out.splitlines() if line.startswith("| c")] == [
+        "| chat | 0 | 2.75 | 0.75 | 0.62 | 0.38 |",
+        "| code | 0 | 2.50 | 0.80 | 0.70 | – |",
+        "| code | 0.7 | 2.00 | 0.60 | 0.40 | – |",
+    ]
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    (tmp_path / "code" / "acceptance.json").write_text('{"rows": []}')
+    for wrong in ([], [str(tmp_path)], folders):
+        assert main(["positions", *wrong]) == 2
+        assert capsys.readouterr().err.startswith("positions: ")
 
 
 def test_all_ways_of_drafting_answer_the_same_prompts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
