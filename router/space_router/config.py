@@ -89,7 +89,7 @@ class ServeConfig:
     served_model_name: tuple[str, ...] = _model((), words("NAME[,NAME...][,*]"), repeatable=True)
     """names clients use in `model`, repeatable, or separated by commas, the first in what the server says of itself; *
     takes every name that is no adapter's or LoRA's, as coding agents with a fixed model name need. Default: the last
-    part of --model, without .gguf; of RUN/model, which training writes, RUN"""
+    part of --model, without .gguf; of RUN/model, which training writes, RUN; clients may send --model itself, too"""
     embedding_model: str | None = _model(None, text("PATH|HF_ID"))
     """an encoder, or a cross-encoder, beside the model: /v1/embeddings, /v1/rerank and /v1/score ask it, by the last
     part of its name. A folder or a Hugging Face id with safetensors and tokenizer.json, as sentence-transformers saves
@@ -423,6 +423,11 @@ class ServeConfig:
     def takes_any_name(self) -> bool:
         """Whether a `model` that is not known is this one."""
         return ANY_NAME in self.served_model_name
+
+    @property
+    def unlisted_names(self) -> tuple[str, ...]:
+        """What a request's `model` may be beside the model's names: --model as it was given, unless names are."""
+        return () if self.served_model_name else (self.model,)
 
     @property
     def max_draft_length(self) -> int | None:

@@ -224,7 +224,7 @@ class RequestBuilder:
         names = served_names(self.config, self.text)
         if name is None or name in names:
             return ""
-        chosen = without_base(name, names)
+        chosen = without_base(name, (*names, *self.config.unlisted_names))
         if chosen in known:
             return chosen
         if name == self.config.embedding_model_name:
@@ -233,7 +233,8 @@ class RequestBuilder:
                 param=param,
                 code="unsupported_model",
             )
-        if param == "model" and (name in NAMELESS or self.config.takes_any_name):
+        unlisted = name in NAMELESS or name in self.config.unlisted_names
+        if param == "model" and (unlisted or self.config.takes_any_name):
             return ""
         raise model_not_found(chosen, (*names, *known, *others), param)
 

@@ -124,7 +124,7 @@ class Service:
         request = plan.choices[0].request
         if request.adapter or request.lora is not None:
             return request.adapter if request.lora is None else request.lora.name
-        is_name = asked is not None and (self.config.takes_any_name or asked in self.names)
+        is_name = self.config.takes_any_name or asked in (*self.names, *self.config.unlisted_names)
         return asked if asked and is_name else self.text.name
 
     @property

@@ -267,8 +267,9 @@ def model_routes(service: Service) -> APIRouter:
     async def model(request: Request, name: str) -> Response:
         """One model."""
         known = cards()
-        name = without_base(name, service.names)
-        if name not in known and service.config.takes_any_name:
+        unlisted = service.config.unlisted_names
+        name = without_base(name, (*service.names, *unlisted))
+        if name not in known and (service.config.takes_any_name or name in unlisted):
             return json_response(shown(request, known[service.text.name] | {"id": name}))
         if name not in known:
             raise model_not_found(name, list(known))

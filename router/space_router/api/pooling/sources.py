@@ -297,7 +297,8 @@ def choose_source(
             )
         return EncoderSource(service.engine, text, builder.facts.encoder, key)
     adapter = builder.adapter(model, others=() if text is None else (text.name,))
-    name = adapter or (model if model in names else service.text.name) or service.text.name
+    asked = model if model in (*names, *service.config.unlisted_names) else None
+    name = adapter or asked or service.text.name
     return DecoderSource(
         service, builder, name, lora=builder.loras.get(adapter), pooling=pooling or "last", priority=priority or 0
     )

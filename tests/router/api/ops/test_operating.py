@@ -93,6 +93,26 @@ async def test_a_model_has_several_names_and_star_takes_any(start: Start) -> Non
         assert [card["id"] for card in listed] == ["tiny", "code"]
 
 
+async def test_the_model_as_the_command_line_names_it_is_a_name_unless_it_got_others(start: Start) -> None:
+    config, chat = ServeConfig(model="org/big"), {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
+    async with start("Hello. <|endoftext|>", config=config, adapters=("code",)) as router:
+        for name, said in (("org/big", "org/big"), ("org/big:code", "code"), ("tiny", "tiny")):
+            assert (await router.complete(prompt="Hi", model=name))["model"] == said
+            assert (await router.post("/v1/chat/completions", model=name, **chat)).json()["model"] == said
+        assert (await router.post("/v1/embeddings", model="org/big", input="Hi")).json()["model"] == "org/big"
+        assert (await router.client.get("/v1/models/org/big")).json()["id"] == "org/big"
+        assert (await router.client.get("/v1/models/org/big:code")).json()["id"] == "code"
+        listed = (await router.client.get("/v1/models")).json()["data"]
+        assert [card["id"] for card in listed] == ["tiny", "code"]
+        await router.refuses("/v1/completions", "model", "'big' is not", 404, prompt="Hi", model="big")
+    async with start(config=ServeConfig(model="code"), adapters=("code",)) as router:
+        assert (await router.complete(prompt="Hi", model="code", max_tokens=1))["model"] == "code"
+        assert (await router.client.get("/v1/models/code")).json()["parent"] == "tiny"
+    async with start(config=replace(config, served_model_name=("tiny",))) as router:
+        await router.refuses("/v1/completions", "model", "`tiny` is", 404, prompt="Hi", model="org/big")
+        assert (await router.client.get("/v1/models/org/big")).status_code == 404
+
+
 async def test_a_client_of_anthropics_api_finds_its_fields_in_the_list_of_models(start: Start) -> None:
     headers = {"anthropic-version": "2023-06-01"}
     async with start("Hello. <|endoftext|>", adapters=("code",)) as router:
