@@ -36,6 +36,9 @@ from space_router.text.tool_parsers import formats
 from space_router.text.tool_parsers.formats import ToolFormat
 from space_router.text.written_numbers import WrittenNumber
 
+# What is enforced for a tool without `parameters`, which is OpenAI's function with an empty parameter list.
+NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
+
 
 @dataclass(frozen=True)
 class TemplateOptions:
@@ -358,7 +361,8 @@ def _grammar(
 def _enforced(tool: Tool, layout: ToolCallLayout) -> Mapping[str, Any]:
     """Return what of a tool's schema is enforced in this layout. Raises InvalidRequest."""
     strict = bool(tool.function.strict)
-    schema = enforceable(_schema(tool), "tools", strict=strict)
+    given = _schema(tool) if tool.function.parameters is not None else NO_ARGUMENTS
+    schema = enforceable(given, "tools", strict=strict)
     if (writer := layout.notation or layout.parameter) is not None:
         name_what_is_left_open(writer.left_open(schema), "tools", strict=strict)
     return schema

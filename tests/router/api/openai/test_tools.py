@@ -326,6 +326,18 @@ async def test_one_call_at_most_and_strict_tools_need_a_grammar_even_where_no_ca
     assert '"maxProperties": 3' in (grammar(router, response_format=schema) or "")
 
 
+async def test_a_tool_without_parameters_is_called_without_arguments(router: AbstractAsyncContextManager[Any]) -> None:
+    def tool(**function: Any) -> dict[str, Any]:
+        return {"type": "function", "function": {"name": "now", **function}}
+
+    nothing, null = tool(), tool(parameters=None)
+    open_object = tool(parameters={"type": "object", "properties": {}})
+    for one, is_closed in ((nothing, True), (null, True), (open_object, False), (tool(parameters={}), False)):
+        found = grammar(router, tools=[one], tool_choice="required")
+        assert found is not None
+        assert ('"additionalProperties": false' in found) == is_closed
+
+
 WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": [WEATHER, WEATHER]}, "tools", "differ"),
     ({"tools": [{"type": "custom", "custom": {"name": "x"}}]}, "tools", "function"),
