@@ -37,7 +37,7 @@ def load_conversations(path: Path, limit: int | None = None) -> list[Conversatio
     """Read conversations from `path`: one per JSON line (MT-Bench's `turns`, GSM8K's `question`; HumanEval-X's `prompt`
     is a text to continue), or the whole file as one text if it does not end in `.jsonl`. Raises RecordError."""
     if not path.is_file():
-        raise RecordError(f"There is no prompt file at {path}. Give --prompts a JSONL or text file.")
+        raise RecordError(f"There is no prompt file at {path}. Give --prompts a JSONL or text file; no pipe is read.")
     if path.suffix != ".jsonl":
         return [Conversation((path.read_text(encoding="utf-8"),), is_chat=False)]
     found = []
@@ -98,7 +98,7 @@ def load_records(source: str, *, needs: Sequence[Sequence[str]], split: str = "t
     elif path.is_file():
         records = [value for _, value in _json_lines(path)]
     elif path.suffix in {".jsonl", ".json", ".txt"} or source.startswith(("/", ".", "~")) or source.count("/") != 1:
-        raise RecordError(f"There is no file {source}. Give the path of a JSONL file, or a hub id (owner/name).")
+        raise RecordError(f"There is no file {source}. Give a JSONL file (no pipe is read) or a hub id (owner/name).")
     else:
         records = _of_hub(source, split)
     if not records:

@@ -202,12 +202,21 @@ def check_same(before: Mapping[str, Any], now: Mapping[str, Any], out: Path) -> 
             f"{out} holds a run with {name} = {before[name]}, which was removed because it does not add accepted "
             "drafts. Give another --out, or --restart."
         )
-    for name in sorted(set(before) & set(now), key=lambda name: (name != "model", name)):  # what follows from it last
+    for name in sorted(set(before) & set(now), key=_causes_first):
         if name not in RESUMABLE and before[name] != now[name]:
+            was, is_now = ("the default" if value is None else value for value in (before[name], now[name]))
             raise InvalidPlan(
-                f"{out} holds a run with {name} = {before[name]}; this one has {now[name]}. "
+                f"{out} holds a run with {name} = {was}; this one has {is_now}. "
                 "Give the same, another --out, or --restart."
             )
+
+
+def _causes_first(name: str) -> tuple[int, str]:
+    """Sort the model first, then options, the rows that follow from both, and the anchors that short texts limit."""
+    last = ("data", "text of the data", "mask ids", "anchors_per_token")
+    if name == "model":
+        return -1, name
+    return last.index(name) + 1 if name in last else 0, name
 
 
 def save_atomically(state: Mapping[str, Any], path: Path) -> None:

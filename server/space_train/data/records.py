@@ -79,7 +79,10 @@ def records(source: str, *, split: str = "train") -> Iterator[SourceRecord]:
                 f"{cure} it {', '.join(sorted(READ_HERE | TABLES))}."
             )
     elif source.startswith(("/", ".", "~")) or path.suffix.lower() in READ_HERE | TABLES or not source.strip():
-        raise SourceNotFound(f"There is no file or folder {source!r}. Give a file, a folder, or the id of a dataset.")
+        instead = ", not a pipe: it is read several times" * path.exists()
+        raise SourceNotFound(
+            f"There is no file or folder {source!r}. Give a file, a folder, or the id of a dataset{instead}."
+        )
     else:
         yield from _dataset(source, split)
 

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -98,6 +99,12 @@ def test_a_file_that_is_not_utf_8_is_refused(tmp_path: Path, name: str) -> None:
 def test_a_path_with_nothing_there_says_so(source: str) -> None:
     with pytest.raises(SourceNotFound, match="There is no file or folder"):
         read(source)
+
+
+def test_a_pipe_is_not_said_to_be_missing_alone(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "texts.jsonl")
+    with pytest.raises(SourceNotFound, match="Give a file, a folder, or the id of a dataset, not a pipe"):
+        read(tmp_path / "texts.jsonl")
 
 
 def test_a_file_of_unknown_kind_names_the_known_ones(tmp_path: Path) -> None:
