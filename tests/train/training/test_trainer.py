@@ -145,7 +145,7 @@ def test_another_plan_model_or_text_in_the_same_folder_is_refused_by_name(base: 
         ("seed = 0; this one has 1", base, replace(plan, seed=1), {}),
         ("holds a run with model = ", other, plan, {}),
         ("holds a run with data = ", base, plan, {"data": rows_for(plan, random_examples(9, 16, 32))}),
-        ("learning_rate = the default; this one has 0.1", base, replace(plan, learning_rate=0.1), {}),
+        ("learning_rate = 0.01; this one has the default", base, replace(plan, learning_rate=None), {}),
         # what the user changed comes before what follows from it
         (
             "holds a run with data = ",
