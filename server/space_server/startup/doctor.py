@@ -37,6 +37,7 @@ from space_model.draft_networks.eagle_files import FLAG, EagleFiles, ModelSizes
 from space_model.draft_networks.place import check_place
 from space_model.free_memory import FreeMemory
 from space_model.heads import BaseSpec
+from space_model.loading.load import check_tensors
 from space_model.lora import describe_lora, why_no_loras
 from space_model.model_error import CheckpointNotFound, InvalidLora, InvalidSetting, ModelError
 from space_model.model_facts import number_format
@@ -277,6 +278,8 @@ def _model(config: WorkerSettings, device: torch.device) -> Iterator[Finding]:
         asked = AskedModel.of(config, checkpoint)
         if not (missing and missing.num_files):
             adapters = _check_adapters(config, checkpoint, asked)
+            if asked.form is None and checkpoint.gguf is None:  # of others every weight would be read
+                check_tensors(checkpoint)
     except (ModelError, HubError) as error:
         yield Finding("model", "fail", str(error))
         return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -276,6 +277,17 @@ def test_a_folder_without_weights_is_named(tiny: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes((tiny / "config.json").read_bytes())
     (failure,) = failures("--model", str(tmp_path))
     assert "has no model.safetensors" in failure.fact
+
+
+def test_weights_of_another_config_are_named_by_the_first_that_lacks(tiny: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "deeper"
+    shutil.copytree(tiny, folder)
+    config = json.loads((folder / "config.json").read_text())
+    config["num_hidden_layers"] += 1
+    config.pop("layer_types", None)
+    (folder / "config.json").write_text(json.dumps(config))
+    (failure,) = failures("--model", str(folder))
+    assert f"The weights of {folder} lack model.layers.{config['num_hidden_layers'] - 1}." in failure.fact
 
 
 def test_a_model_that_does_not_fit_is_refused_with_what_fits(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
