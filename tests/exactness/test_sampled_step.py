@@ -239,6 +239,9 @@ def test_a_recurrent_head_drafts_behind_one_call_what_it_drafts_call_by_call(
 ) -> None:
     if headed.model.facts.attention != "compiled":
         pytest.skip("there are no compiled operations here")
+    head = headed.model.recurrent_head_of(None)
+    assert head is not None
+    assert head.compiled is not None
     drafted: list[list[list[int]]] = []
     draft = RecurrentDrafter.draft
 

@@ -62,12 +62,12 @@ class CompiledRecurrentHead:
         """Return drafts [S, num_drafts] int64, each the likeliest behind those before it. state [S, hidden], of the
         chain rows that gave the tokens `previous` [S] int64."""
         chosen = state.new_empty(len(state), num_drafts, dtype=torch.int64)
-        self._run(state.clone(), previous, chosen)
+        self._run(state.clone(memory_format=torch.contiguous_format), previous, chosen)
         return chosen
 
     def advance(self, state: Tensor, previous: Tensor) -> tuple[Tensor, Tensor]:
         """Return the next state [S, hidden], and the logits [S, num_ids] float32 of its draft."""
-        state = state.clone()
+        state = state.clone(memory_format=torch.contiguous_format)
         logits = self._run(state, previous, state.new_empty(len(state), 1, dtype=torch.int64))
         return state, logits[:, : self._struct.num_ids]
 
