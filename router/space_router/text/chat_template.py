@@ -128,7 +128,8 @@ class Habits:
 class ChatTemplate:
     """A compiled template with the special tokens that it may use.
 
-    `with_tools`: the checkpoint's other template, for requests with tools.
+    `with_tools`: the checkpoint's other template, for requests with tools. `name`: for errors, which clients see, so
+    without a folder.
     """
 
     def __init__(
@@ -272,7 +273,7 @@ def find(folder: Path, choice: str | None, tokens: Mapping[str, str | None]) -> 
         except OSError as error:
             known = ", ".join(BUILT_IN)
             raise ConfigError(f"--chat-template={choice!r}: neither one of {known} nor a readable file.") from error
-        return ChatTemplate(source, tokens, name=Path(choice).name)  # clients see it in errors, and need no folder
+        return ChatTemplate(source, tokens, name=Path(choice).name)
     found = _own(folder)
     if "default" not in found:
         return None
@@ -281,7 +282,7 @@ def find(folder: Path, choice: str | None, tokens: Mapping[str, str | None]) -> 
 
 
 def _own(folder: Path) -> dict[str, tuple[str, str]]:
-    """Return the checkpoint's templates, and where each is from, by name, found as transformers does.
+    """Return the checkpoint's templates, and where in the folder each is from, by name, found as transformers does.
 
     chat_template.jinja replaces those of tokenizer_config.json; additional template files add to them;
     chat_template.json (multimodal models) is used if there are no others.
@@ -291,9 +292,9 @@ def _own(folder: Path) -> dict[str, tuple[str, str]]:
     file = folder / "chat_template.jinja"
     try:
         if file.is_file():
-            found = {"default": (_text_in(folder, file), str(file))}
+            found = {"default": (_text_in(folder, file), file.name)}
         for other in sorted((folder / "additional_chat_templates").glob("*.jinja")):
-            found[other.stem] = (_text_in(folder, other), str(other))
+            found[other.stem] = (_text_in(folder, other), str(other.relative_to(folder)))
     except NotUtf8 as error:
         raise ConfigError(str(error)) from error
     return found or _parts(read_json(folder, "chat_template.json").get("chat_template"), "chat_template.json")

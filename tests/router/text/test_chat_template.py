@@ -79,6 +79,13 @@ def test_the_checkpoints_own_template_is_found_unless_another_is_asked_for(tmp_p
     own = find(tmp_path, None, {})
     assert own is not None
     assert own.render(TALK) == "file"
+    assert own.name == "chat_template.jinja"  # clients see it in errors
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("tools")
+    own = find(tmp_path, None, {})
+    assert own is not None
+    assert own.with_tools is not None
+    assert own.with_tools.name == "additional_chat_templates/tool_use.jinja"
     asked = find(tmp_path, "chatml", {})
     assert asked is not None
     assert asked.render(TALK) == EXPECTED["chatml"]
