@@ -233,12 +233,14 @@ def tiny_checkpoint(
     }
     _name_heads(fields)
     generator = torch.Generator().manual_seed(seed)
-    if family not in WHOLE_FAMILIES:
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**fields))
-    else:
-        tied, images = fields["tie_word_embeddings"], fields.pop("vision_config")
-        whole = AutoConfig.for_model(family, text_config=fields, vision_config=images, tie_word_embeddings=tied)
-        model = AutoModelForMultimodalLM.from_config(whole)
+    with torch.random.fork_rng(devices=[]):  # some families draw biases, which stay as they are below
+        torch.manual_seed(seed)
+        if family not in WHOLE_FAMILIES:
+            model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**fields))
+        else:
+            tied, images = fields["tie_word_embeddings"], fields.pop("vision_config")
+            whole = AutoConfig.for_model(family, text_config=fields, vision_config=images, tie_word_embeddings=tied)
+            model = AutoModelForMultimodalLM.from_config(whole)
     for name, weight in model.named_parameters():
         if weight.dim() > 1:  # unit gain per layer, and logits spread enough that text is not one long loop
             gain = 2.0 if "embed" in name or "lm_head" in name else 1.0
